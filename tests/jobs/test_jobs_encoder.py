@@ -194,6 +194,13 @@ def test_a_sequence_longer_than_the_positions_is_refused() -> None:
     model(**rows((30, 30)).packed)
 
 
+def test_nor_one_longer_than_a_table_that_begins_later() -> None:
+    model = tiny("opt-125m")  # 40 positions after two rows that stand for none
+    model(rows((40,)).padded["input_ids"])
+    with pytest.raises(BadInput, match="40 or less"):
+        model(rows((41,)).padded["input_ids"])
+
+
 # ── the model transformers has ────────────────────────────────────────────────────────────────
 
 

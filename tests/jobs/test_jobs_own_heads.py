@@ -117,6 +117,18 @@ def test_pretrained_weights_of_the_head_are_taken(name: str, tmp_path: Path) -> 
     assert own(str(tmp_path), classes=5)(**batch.packed).shape == (4, 5)
 
 
+def test_a_pooler_that_the_encoder_by_itself_lacks_is_the_head_s(tmp_path: Path) -> None:
+    config = transformers.NomicBertConfig(**COMMON, num_labels=3)
+    torch.manual_seed(3)
+    plain = AutoModelForSequenceClassification.from_config(config).eval()
+    plain.save_pretrained(tmp_path)
+    batch = rows_of(sequences())
+    model = own(str(tmp_path)).eval()
+    torch.testing.assert_close(
+        model(**batch.packed), plain(**batch.padded).logits, atol=1e-5, rtol=1e-5
+    )
+
+
 def test_the_dropout_of_a_head_is_its_own_unless_it_is_set() -> None:
     def rates(model: EncoderClassifier) -> set[float]:
         parts = (model.dropout, model.head)

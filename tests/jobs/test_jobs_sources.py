@@ -17,8 +17,10 @@ from transformers import (
     Gemma3Config,
     Gemma3Model,
     MambaConfig,
+    MobileBertConfig,
     PretrainedConfig,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
     T5Config,
 )
 
@@ -151,7 +153,10 @@ def test_fewer_layers_keep_the_pattern_of_the_first() -> None:
     assert encoder.config.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
 
 
-@pytest.mark.parametrize("config", [MambaConfig(), T5Config(), Qwen3NextConfig()], ids=str)
+REFUSED = (MambaConfig, T5Config, Qwen3NextConfig, MobileBertConfig, RecurrentGemmaConfig)
+
+
+@pytest.mark.parametrize("config", [kind() for kind in REFUSED], ids=str)
 def test_what_cannot_look_both_ways_is_refused(config: PretrainedConfig) -> None:
     with torch.device("meta"), pytest.raises(BadInput, match="bidirectional"):
         build_encoder(config)

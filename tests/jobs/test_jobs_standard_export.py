@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from own_tiny import DECODERS, FAMILIES, config_of, own
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
@@ -130,6 +131,26 @@ def test_an_exported_decoder_is_trained_on_as_it_is(name: str, tmp_path: Path) -
     again = own(str(tmp_path / "export"))
     assert again.traits.causal
     assert again.head.reads == "last"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_text_may_end_with_the_token_that_pads(name: str, tmp_path: Path) -> None:
+    """A head of transformers that looks for the last token would go past it."""
+    model, folder = trained(name), tmp_path / "export"
+    backend = learn_tokenizer(TEXTS, vocabulary=320).backend_tokenizer
+    ends = ("[SEP]", backend.token_to_id("[SEP]"))
+    backend.post_processor = TemplateProcessing(single="$A [SEP]", special_tokens=[ends])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="[SEP]", pad_token="[SEP]", unk_token="[UNK]"
+    )
+    facts = {"classes": CLASSES, "max_length": 38, "pad_id": ends[1], "eval_batch_size": 8}
+    exports.write_classifier(folder, model, tokenizer, facts)
+    ours = in_batches(model, model, tokenize_texts(tokenizer, TEXTS, [0, 0, 0], max_length=38), 8)
+    plain = AutoModelForSequenceClassification.from_pretrained(folder)
+    torch.testing.assert_close(logits_of(folder, plain), ours.float(), atol=1e-5, rtol=1e-5)
+    rows = answer([folder], TEXTS)
+    found = torch.tensor([[row[f"p({label})"] for label in CLASSES] for row in rows])
+    torch.testing.assert_close(found, ours.float().softmax(-1), atol=1e-5, rtol=1e-5)
 
 
 def test_weights_that_do_not_fit_are_one_line(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The exported model without trainfit: plain transformers, peft and torch give the same logits."""
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
+from trainfit.core import codec
 from trainfit.data import learn_tokenizer
 from trainfit.data.tokens import tokenize_texts
 from trainfit.jobs import exports
 from trainfit.jobs.classification import predict
+from trainfit.jobs.model_card import code_for
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.predict import load_export
 
-FAMILIES = ("bert-base", "modernbert-base", "gemma-3-1b-it", "deberta-v3-base")
+FAMILIES = ("bert-base", "modernbert-base", "gemma-2-2b", "gemma-3-1b-it", "deberta-v3-base")
 TEXTS = ["one short text", "another one that is quite a bit longer than that", "a"]
 
 
@@ -44,7 +47,7 @@ def trained(name: str, method: str, **settings: Any) -> EncoderClassifier:
 def plain_logits(folder: Path, adapter: bool) -> Tensor:
     """Without a line of trainfit."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    encoder = AutoModel.from_pretrained(folder / "encoder", attn_implementation="eager").eval()
+    encoder = AutoModel.from_pretrained(folder / "encoder").eval()
     if adapter:
         from peft import PeftModel
 
@@ -74,6 +77,30 @@ def test_plain_transformers_gives_the_same_logits(tmp_path: Path, name: str, met
     again = load_export(tmp_path / "export")
     theirs = torch.from_numpy(predict(again.model, tokens, 8))
     torch.testing.assert_close(theirs, ours, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["single_label_classification", "regression"])
+@pytest.mark.parametrize(("method", "dtype"), [("full", "float32"), ("dora", "bfloat16")])
+def test_the_code_of_a_card_gives_the_same_numbers(
+    tmp_path: Path,
+    kind: str,
+    method: str,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    model = trained("gemma-2-2b", method, dtype=dtype)
+    tokenizer = write(tmp_path / "export", model)
+    facts = {"problem_type": kind, "target_mean": 5.0, "target_std": 2.0, "max_length": 38}
+    code = code_for(facts, standard=False, how=codec.encode(model.settings))
+    monkeypatch.chdir(tmp_path / "export")
+    capsys.readouterr()
+    exec(code, {})
+    said = capsys.readouterr().out.strip().removeprefix("tensor(").removesuffix(")")
+    ours = model(torch.tensor([tokenizer("a text")["input_ids"]]))
+    wanted = ours * 2 + 5 if kind == "regression" else ours
+    off = 2e-4 if dtype == "float32" else 0.1
+    assert ast.literal_eval(said)[0] == pytest.approx(wanted[0].tolist(), abs=off)
 
 
 def test_the_exported_decoder_looks_both_ways_in_plain_transformers(tmp_path: Path):

@@ -146,3 +146,5 @@ def test_intervals_of_a_card_are_those_of_drawn_items():
     scores = [reference.f1_score(truth[draw], said[draw]) for draw in draws]
     assert found["f1"] == pytest.approx(np.quantile(scores, [0.025, 0.975]), abs=0.03)
     assert intervals([[5, 0], [0, 7]]) == {"accuracy": (1, 1), "f1": (1, 1)}
+    # A class that is neither there nor predicted has no F1 to average, as in the scores.
+    assert intervals([[5, 0, 0], [0, 7, 0], [0, 0, 0]]) == {"accuracy": (1, 1), "f1": (1, 1)}

@@ -40,6 +40,7 @@ from trainfit.jobs.models.gpt_model import Gpt
 from trainfit.jobs.models.sources import without_bars
 from trainfit.jobs.standard_export import (
     from_gpt2,
+    keep_soft_cap,
     part_of,
     plain_tensors,
     save_adapter,
@@ -76,6 +77,8 @@ def write_classifier(
     state = {**widened_state(model), **(weights or {})}
     with written_whole(folder) as unfinished:
         if isinstance(model.head, OwnHead):
+            if model.head.reads == "last":
+                facts = facts | {"pad_id": _padding(tokenizer, facts["pad_id"])}
             known = facts | {"learned_tokenizer": is_learned(tokenizer)}
             write_standard(unfinished, model, state, known)
             _write_tokenizer(unfinished, tokenizer, model, facts)
@@ -84,6 +87,17 @@ def write_classifier(
             _write_tokenizer(unfinished, tokenizer, model)
         if card is not None:
             write_whole(unfinished / "README.md", card)
+
+
+def _padding(tokenizer: Tokenizer, pad: int) -> int:
+    """Token to pad with where a head looks for the last token that is no padding.
+
+    Some tokenizers, such as Qwen3-Embedding's, end each text with their padding token.
+    """
+    around = tokenizer("")["input_ids"]
+    if pad not in around[-1:]:
+        return pad
+    return next((one for one in tokenizer.all_special_ids if one not in around), pad)
 
 
 def _write_parts(
@@ -141,6 +155,7 @@ def _write_encoder(
 ) -> None:
     if not getattr(encoder, "_hf_peft_config_loaded", False):
         encoder.save_pretrained(folder / "encoder", state_dict=state)
+        keep_soft_cap(folder / "encoder", encoder.config)
         return
     save_adapter(folder / "adapter", encoder, state)
     if base is not None and _linked(base / "encoder", folder / "encoder"):
@@ -156,6 +171,7 @@ def _write_encoder(
         encoder.save_pretrained(folder / "encoder", state_dict=weights)
     finally:
         encoder._hf_peft_config_loaded = True
+    keep_soft_cap(folder / "encoder", encoder.config)
 
 
 def _linked(source: Path, target: Path) -> bool:
@@ -189,7 +205,7 @@ def _write_tokenizer(
     settings["model_input_names"] = names
     if facts is not None:
         settings |= {"model_max_length": facts["max_length"], "padding_side": "right"}
-        if tokenizer.pad_token is None:
+        if tokenizer.pad_token_id != facts["pad_id"]:
             settings["pad_token"] = tokenizer.convert_ids_to_tokens(facts["pad_id"])
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 

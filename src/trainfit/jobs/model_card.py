@@ -59,8 +59,9 @@ encoder = AutoModel.from_pretrained("./encoder").eval()
 {adapter}head = load_file("head.safetensors")
 tokens = tokenizer({texts}, truncation=True, max_length={length}, return_tensors="pt")
 with torch.no_grad():
-    hidden = encoder(**tokens).last_hidden_state
-print({pooled} @ head["head.weight"].T + head["head.bias"])  # logits
+    hidden = encoder(**tokens).last_hidden_state.float()
+logits = {pooled} @ head["head.weight"].T + head["head.bias"]
+print({shown})
 """
 
 
@@ -132,11 +133,15 @@ def code_for(
             f'# trainfit predict RUN --text "a text"  # the pooling {how["pooling"]} is its own\n'
         )
     adapter = 'encoder = peft.PeftModel.from_pretrained(encoder, "./adapter").eval()\n'
+    shown = "logits"
+    if facts.get("problem_type") == "regression":
+        shown = f"logits * {facts['target_std']!r} + {facts['target_mean']!r}"
     code = _APART.format(
         adapter=adapter if how["method"] in ("lora", "dora") else "",
         texts=f"{first}, {second}" if paired or "criteria" in facts else first,
         length=facts["max_length"],
         pooled=pooled.format(k=how["pool_tokens"]),
+        shown=shown,
     )
     return f"import peft\n{code}" if how["method"] in ("lora", "dora") else code
 
@@ -151,8 +156,11 @@ def intervals(confusion: Sequence[Sequence[int]]) -> dict[str, tuple[float, floa
     draws = np.random.default_rng(0).multinomial(int(total), table.ravel() / total, _DRAWS)
     drawn = draws.reshape(_DRAWS, classes, classes)
     right = np.einsum("dkk->dk", drawn)
-    f1 = 2 * right / np.maximum(drawn.sum(1) + drawn.sum(2), 1)
-    found = {"accuracy": right.sum(1) / total, "f1": f1[:, 1] if classes == 2 else f1.mean(1)}
+    both = drawn.sum(1) + drawn.sum(2)
+    f1 = 2 * right / np.maximum(both, 1)
+    seen = np.maximum((both > 0).sum(1), 1)  # no class that is neither there nor predicted
+    mean = f1[:, 1] if classes == 2 else f1.sum(1) / seen
+    found = {"accuracy": right.sum(1) / total, "f1": mean}
     ends = {name: np.quantile(values, [0.025, 0.975]).tolist() for name, values in found.items()}
     return {name: (low, high) for name, (low, high) in ends.items()}
 

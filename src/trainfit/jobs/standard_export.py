@@ -73,12 +73,21 @@ def config_of(model: EncoderClassifier, facts: dict[str, Any]) -> PretrainedConf
 
 
 def _write_config(folder: Path, model: EncoderClassifier, facts: dict[str, Any]) -> None:
-    config_of(model, facts).save_pretrained(folder)
-    if model.traits.softcap is not None:
-        # transformers' default attention leaves the soft cap out, and warns of it.
-        path = folder / "config.json"
-        fields = json.loads(path.read_text(encoding="utf-8")) | {"attn_implementation": "eager"}
-        path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    config = config_of(model, facts)
+    config.save_pretrained(folder)
+    keep_soft_cap(folder, config)
+
+
+def keep_soft_cap(folder: Path, config: PretrainedConfig) -> None:
+    """Have config.json ask for the attention that caps the logits, where the model does.
+
+    transformers' default leaves the cap out.
+    """
+    if getattr(config, "attn_logit_softcapping", None) is None:
+        return
+    path = folder / "config.json"
+    fields = json.loads(path.read_text(encoding="utf-8")) | {"attn_implementation": "eager"}
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def hub_name(name: str) -> str | None:

@@ -42,6 +42,8 @@ _FEED_FORWARD_DROPOUT = (
     "hidden_dropout",
     "dropout",
 )
+_POSITIONS = ("position_embeddings", "wpe", "embed_positions")
+"""Names of tables of learned positions."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -103,9 +105,9 @@ def traits_of(model: PreTrainedModel) -> Traits:
     """Look up the properties of a model."""
     first = _first_position(model)
     tables = [
-        module.num_embeddings - first
+        module.num_embeddings - first - getattr(module, "offset", 0)  # OPT's table has one
         for name, module in model.named_modules()
-        if name.endswith(("position_embeddings", "wpe")) and isinstance(module, nn.Embedding)
+        if name.endswith(_POSITIONS) and isinstance(module, nn.Embedding)
     ]
     return Traits(
         window=sliding_window(model.config),
@@ -275,12 +277,7 @@ def _take_attention(model: PreTrainedModel, *, published: bool) -> None:
 
             take_packed_rows(model)
         return
-    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    positions = "position_ids" in inspect.signature(type(model).forward).parameters
-    if others or not positions or not model._supports_attention_backend:
-        reason = (
-            f"it has {', '.join(sorted(others))} layers" if others else "its attention is fixed"
-        )
+    if (reason := _obstacle(model)) is not None:
         raise BadInput(
             f"{config.model_type} cannot be made a bidirectional encoder: {reason}",
             "choose a model of the BERT, ModernBERT, DeBERTa, Gemma, Llama or Qwen families",
@@ -291,6 +288,22 @@ def _take_attention(model: PreTrainedModel, *, published: bool) -> None:
     for module in modules:
         if getattr(module, "is_causal", False) and not causal:
             module.is_causal = False
+
+
+def _obstacle(model: PreTrainedModel) -> str | None:
+    """Reason why trainfit's attention is not all that a model's tokens would see; None: it is."""
+    config = model.config
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        return f"it has {', '.join(sorted(others))} layers"
+    positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    if not positions or not model._supports_attention_backend:
+        return "its attention is fixed"
+    if any(isinstance(one, nn.Conv1d) and one.kernel_size != (1,) for one in model.modules()):
+        return "it has a convolution, which reaches over the ends of packed sequences"
+    if getattr(config, "trigram_input", False):  # MobileBERT
+        return "its embeddings reach over the ends of packed sequences"
+    return None
 
 
 def _head(config: PretrainedConfig) -> int:

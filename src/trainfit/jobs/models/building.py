@@ -299,9 +299,9 @@ def fill_head(
     for module in model.modules():
         model._init_weights(module)
     given = getattr(model, head.prefix)
-    if given.pooler is not None:
-        given.pooler = encoder.pooler
-    if getattr(encoder, "pooler", None) is not None:
+    if getattr(encoder, "pooler", None) is not None:  # NomicBERT's encoder by itself has none
+        if given.pooler is not None:
+            given.pooler = encoder.pooler
         encoder.register_module("pooler", None)
     _, place = sources.find(source, settings.weights, settings.overrides, published=True)
     if place is not None:

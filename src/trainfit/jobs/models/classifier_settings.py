@@ -143,7 +143,7 @@ def settings_from(model: EncoderModel, **decided: Any) -> ClassifierSettings:
 # ── facts of a model ──────────────────────────────────────────────────────────────────────────────
 
 
-_TABLES = {"albert", "bert", "distilbert", "electra", "mobilebert"}
+_TABLES = {"albert", "bert", "distilbert", "electra"}
 _OFFSET_TABLES = {"camembert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"}
 """Types of encoders with a table of positions, from the first row or after that of padding."""
 
