@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,25 @@ def test_out_of_memory_is_recognised(error: Exception, expected: bool) -> None:
     wrapped = RuntimeError("in a compiled region")
     wrapped.__cause__ = error
     assert is_out_of_memory(wrapped) is expected
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"), [(100 << 20, True), (4 << 30, False), (RuntimeError("assert"), False)]
+)
+def test_cublas_that_cannot_begin_on_a_full_gpu_lacks_memory(
+    monkeypatch: pytest.MonkeyPatch, free: Any, expected: bool
+) -> None:
+    """Beside other processes; a broken context gives the same message and no longer answers."""
+
+    def ask() -> tuple[int, int]:
+        if isinstance(free, Exception):
+            raise free
+        return free, 24 << 30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", ask)
+    text = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+    assert is_out_of_memory(RuntimeError(text)) is expected
 
 
 def test_once_writes_to_each_tensor_once() -> None:

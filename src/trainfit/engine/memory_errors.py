@@ -27,6 +27,10 @@ _SIGNS = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUFFT_ALLOC_FAILED",
 )
+_BEGINS = "CUBLAS_STATUS_NOT_INITIALIZED"
+"""Message where cuBLAS cannot begin: for lack of memory, or in a context that is broken."""
+_FULL = 512 << 20
+"""Free bytes of a GPU below which it is for lack of memory."""
 _TRIES = 3
 
 
@@ -36,8 +40,18 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS):
         return True
+    if isinstance(error, RuntimeError) and _BEGINS in str(error) and _is_full():
+        return True
     cause = error.__cause__ or getattr(error, "inner_exception", None)
     return isinstance(cause, BaseException) and is_out_of_memory(cause)
+
+
+def _is_full() -> bool:
+    """Tell if the GPU has next to no free memory; False where it no longer answers."""
+    try:
+        return torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < _FULL
+    except RuntimeError:
+        return False
 
 
 def give_back_memory() -> None:
