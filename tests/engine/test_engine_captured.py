@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainfit.engine import captured, recovery
 from trainfit.engine.captured import CapturedSteps, StepNumbers
+from trainfit.measuring.profiled_step import is_due
 
 
 class Replayed:
@@ -65,6 +66,35 @@ def test_the_second_step_of_a_shape_is_captured(
     assert steps.peak == 7
     assert len(steps.take_news()) == 4
     assert not steps.take_news()
+
+
+def test_a_profiled_step_is_one_that_is_replayed_also_among_the_most_shapes(
+    steps: CapturedSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the receipt of a run in graphs would say that there were none."""
+    monkeypatch.setattr(captured, "_MOST", 2)
+    monkeypatch.setattr(
+        CapturedSteps, "_captured", lambda _s, _w, batches: Replayed(batches, torch.ones(()))
+    )
+    work: Any = None
+    assert not steps.replays([batch(1)])
+    for rows in (1, 2, 3):
+        assert steps.take(work, [batch(rows)], 1.0) is None
+        assert steps.replays([batch(rows)]) == (rows < 3)  # a third graph would be one too many
+        steps.take(work, [batch(rows)], 1.0)
+    with steps.renewed():  # captured anew, in the place of its graph
+        assert steps.take(work, [batch(2)], 1.0) is not None
+        assert steps.take(work, [batch(3)], 1.0) is None
+    assert CapturedSteps().replays([batch(9)])  # nothing is captured: all steps run alike
+
+
+def test_a_step_that_runs_unlike_most_is_profiled_only_where_no_other_came() -> None:
+    assert is_due(10, 100, 8, 8)
+    assert not is_due(10, 100, 8, 8, usual=False)
+    assert is_due(40, 100, 8, 8, usual=False)
+    assert not is_due(40, 100, 7, 8, usual=False)
+    assert not is_due(2, 4, 8, 8, usual=False)
+    assert is_due(3, 4, 8, 8, usual=False)  # the last chance of a short run
 
 
 @pytest.mark.parametrize(

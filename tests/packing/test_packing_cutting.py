@@ -266,6 +266,16 @@ def test_budgets_are_multiples_under_the_cap() -> None:
     assert fit_budget(lengths, 16, 4900).tokens == 4900  # rounding up would break the cap
 
 
+def test_steps_of_two_shapes_come_in_few_mixes() -> None:
+    """Each is captured by itself, at most 24, and 8 micro-batches may stand in 256 orders."""
+    lengths = redsm5_lengths()
+    cut = ladder(lengths, 32, 32 * 512, padded=False, at_least=8, at_most=8)[0]
+    assert isinstance(cut, PackedCut)
+    assert len(cut.budgets) == 2
+    mixes = [tuple(b.width for b in step[0]) for step in cut_epoch(lengths, 32, cut)]
+    assert len(set(mixes)) <= len({(len(mix), sum(mix)) for mix in mixes}) <= 12
+
+
 def test_one_outlier_does_not_cost_all_steps_a_micro_batch() -> None:
     lengths = np.array([100] * 1599 + [900])
     cut = fit_budget(lengths, 16, 1700)

@@ -170,11 +170,16 @@ class CapturedSteps:
         key = shapes(batches)
         graph = None if self.renew else self._graphs.get(key)
         if graph is None:
-            if key not in self._seen or len(self._graphs) >= _MOST:
+            if not self.replays(batches):
                 self._seen.add(key)
                 return None
             graph = self._capture(key, work, batches)
         return None if graph is None else graph.replay(batches, weight)
+
+    def replays(self, batches: Sequence[Batch]) -> bool:
+        """Tell if a step of these shapes is replayed from now on; True where none is captured."""
+        key, more = shapes(batches), len(self._graphs) < _MOST
+        return self.obstacle is not None or key in self._graphs or (more and key in self._seen)
 
     def _capture(self, key: Hashable, work: Work, batches: Sequence[Batch]) -> _Graph | None:
         started = time.perf_counter()

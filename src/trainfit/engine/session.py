@@ -197,11 +197,11 @@ class Session:
     @contextmanager
     def profiled(self, loaded: LoadedStep) -> Iterator[None]:
         """Profile this step for the receipt, if it is due, on the first rank."""
-        sequences = len(loaded.sequences)
-        self.most_sequences = max(self.most_sequences, sequences)
+        sequences, captured = len(loaded.sequences), self.parts.captured
+        most = self.most_sequences = max(self.most_sequences, sequences)
         taken, total = self.progress.step - self.first_step, self.total_steps - self.first_step
         wanted = self.parts.settings.profile_step and not self.shared.profiled
-        if not (wanted and is_due(taken, total, sequences, self.most_sequences)):
+        if not (wanted and is_due(taken, total, sequences, most, captured.replays(loaded.batches))):
             yield
             return
         self.shared.profiled = True
@@ -210,7 +210,7 @@ class Session:
             yield
             return
         with (
-            self.parts.captured.renewed(),
+            captured.renewed(),
             timeline.stage("receipt"),
             profiled(
                 self.progress.step,

@@ -34,6 +34,8 @@ from trainfit.measuring.trace import (
 
 WARM_UP = 10
 """Steps before the profiled one, in which kernels are chosen and shapes compiled."""
+_LATE = 4 * WARM_UP
+"""Steps after which any whole one is profiled."""
 
 _UNREADABLE = (RuntimeError, AttributeError, LookupError, TypeError, ValueError, OSError)
 
@@ -46,12 +48,14 @@ class Look:
         self.obstacle = ""
 
 
-def is_due(taken: int, total: int, sequences: int, most: int) -> bool:
+def is_due(taken: int, total: int, sequences: int, most: int, usual: bool = True) -> bool:
     """True if the step after `taken` of `total` is past the warm-up and a whole one.
 
-    `sequences` are those of the step, `most` the most of any step so far.
+    `sequences` are those of the step, `most` the most of any step so far. One that does not run as
+    most do, such as the first of its shape, is only taken where no other came for long.
     """
-    return taken >= min(WARM_UP, total // 2) and sequences >= most
+    late = taken >= min(_LATE, total - 1)
+    return taken >= min(WARM_UP, total // 2) and sequences >= most and (usual or late)
 
 
 @contextmanager

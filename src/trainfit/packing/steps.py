@@ -231,7 +231,9 @@ class PackedCut(Record):
         # A partial step gets fewer micro-batches, not emptier ones.
         start = divide_up(self.micro_batches * part.size, self.part_size)
         groups = _fewest(values, start, self.tokens, self.slots)
-        return [self._pack(group, values, part) for group in groups]
+        packed = [self._pack(group, values, part) for group in groups]
+        # In one order: each order of two shapes would be captured as a CUDA graph by itself.
+        return sorted(packed, key=lambda batch: -batch.width)
 
     def _pack(self, group: list[int], values: list[int], part: IntArray) -> MicroBatch:
         tokens = sum(values[at] for at in group)
