@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,6 +78,19 @@ def test_a_gpu_alone_at_full_speed_is_not_worth_a_word():
         while not samples.gpus:
             pass
     assert samples.throttling() == ()
+
+
+@pytest.mark.parametrize("uuid", ["GPU-2", "MIG-2"])
+def test_the_gpu_in_use_is_sampled_and_not_the_first_of_the_driver(uuid: str):
+    hot = replace(gpu(reasons=("hw_thermal_slowdown",)), uuid="GPU-1")
+    used = replace(gpu(), uuid="GPU-2", slices=(NvmlGpu(name="slice", uuid="MIG-2"),))
+    with sampled(uuid, every=0.001, look=lambda: [hot, used]) as samples:
+        while not samples.gpus:
+            pass
+    assert samples.throttling() == ()
+    with sampled("GPU-9", look=lambda: [hot, used]) as samples:
+        pass
+    assert samples.gpus == []
 
 
 def test_without_nvml_there_is_no_sample():

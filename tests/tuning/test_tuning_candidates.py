@@ -236,6 +236,26 @@ def test_recomputing_without_room_to_grow_is_skipped() -> None:
     assert all("only compute more" in why for why in skipped.values())
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"ranks": 2}, "ranks agree on each step"),
+        ({"gradient_checkpointing": "full"}, "recomputation reads the random state"),
+    ],
+)
+def test_steps_are_captured_in_trials_only_where_the_run_captures_them(
+    changes: dict[str, Any], reason: str
+) -> None:
+    """A trial is one rank's share of a step, which could be captured where the run's cannot."""
+    here = space(cuda_graph=False, **changes)
+    here = replace(here, question=replace(here.question, uncapturable=None))
+    found = [v for v in neighbours(here, here.base) if v.plan.cuda_graph]
+    assert [differences(here.base, v.plan) for v in found] == [{"cuda_graph": True}]
+    assert reason in found[0].skipped
+    assert bool(reason) == bool(found[0].skipped)
+
+
 def test_cuda_graphs_need_one_shape() -> None:
     here = space(packed=False, attention="sdpa")
     modes = {

@@ -16,6 +16,7 @@ from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.core.settings import BY_NAME, chosen_by, with_values
 from trainfit.kernels import supported
 from trainfit.packing import Cut, ladder
+from trainfit.planning import decide
 from trainfit.planning.cuts import Folds, as_arrays
 from trainfit.planning.estimator.estimate import MARGIN
 from trainfit.planning.fit import profile_cuts
@@ -326,6 +327,13 @@ def _kernel(space: Space, plan: Plan) -> Iterator[Variant]:
                 yield variant
 
 
+def _captured(space: Space, plan: Plan) -> Iterator[Variant]:
+    """Captured steps, where the run can take them: a trial of one rank's share always could."""
+    able = decide.captured(space.question, space.profile, plan.gradient_checkpointing, plan.ranks)
+    for variant in _switch("cuda_graph", space, plan):
+        yield variant if able.value or plan.cuda_graph else replace(variant, skipped=able.why)
+
+
 def _tf32(space: Space, plan: Plan) -> Iterator[Variant]:
     """TF32 for the matrix products that stay in fp32."""
     if space.on_gpu and space.profile.gpus[0].tf32:
@@ -361,6 +369,7 @@ _GPU_AXES: tuple[Axis, ...] = (
     _kernel,
     _precision,
     _tf32,
+    _captured,
 )
 _CPU_AXES: tuple[Axis, ...] = (_budget, _workers, _optimizer, _checkpointing, _compile)
 _DEPENDENT = (
@@ -368,6 +377,7 @@ _DEPENDENT = (
     "attention_kernel",
     "compile",
     "compile_mode",
+    "cuda_graph",
     "liger",
     "gradient_checkpointing",
     "optimizer",

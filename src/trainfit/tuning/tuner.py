@@ -68,19 +68,22 @@ class GpuSamples:
 
 @contextmanager
 def sampled(
-    index: int = 0, *, every: float = EVERY, look: Look | None = None
+    uuid: str | None = None, *, every: float = EVERY, look: Look | None = None
 ) -> Iterator[GpuSamples]:
-    """Sample GPU `index` of the driver while the block runs; without NVML there is no sample."""
+    """Sample a GPU while the block runs, or a slice's whole GPU; without NVML there is no sample.
+
+    Without a UUID it is the driver's first one, which need not be CUDA's.
+    """
     ask = look or (lambda: probe_nvml(load_nvml, os.getpid()).gpus)
     samples = GpuSamples([])
     over = threading.Event()
 
     def run() -> None:
         while True:
-            gpus = ask()
-            if index >= len(gpus):
+            found = [gpu for gpu in ask() if uuid is None or _is(gpu, uuid)]
+            if not found:
                 return
-            samples.gpus.append(gpus[index])
+            samples.gpus.append(found[0])
             if over.wait(every):
                 return
 
@@ -91,6 +94,10 @@ def sampled(
     finally:
         over.set()
         thread.join()
+
+
+def _is(gpu: NvmlGpu, uuid: str) -> bool:
+    return uuid in (gpu.uuid, *(part.uuid for part in gpu.slices))
 
 
 # ── the tuner ────────────────────────────────────────────────────────────────────────────────────
@@ -247,7 +254,8 @@ def tune(
 
     ask = ask or plan
     began = time.monotonic()
-    with _children(profile, task) as children, sampled() as samples:
+    watched = sampled(profile.gpu.uuid) if profile.gpu is not None else sampled(look=list)
+    with _children(profile, task) as children, watched as samples:
         base = ask({})
         if not base.fits:
             advice = base.advice[0] if base.advice else "take a smaller model"
