@@ -176,6 +176,18 @@ def test_what_the_host_has_no_room_for_is_not_moved_there():
     names = {saver.setting for saver in able(asked(), small, memory)}
     assert "offload_activations" in names
     assert "offload_optimizer" not in names
+    assert "offload_activations" not in {s.setting for s in able(asked(), small, memory, 2)}
+
+
+@pytest.mark.parametrize(("free", "ranks", "fits"), [(13, 1, True), (11, 1, False), (13, 2, False)])
+def test_what_waits_on_the_host_is_counted_together_and_for_all_ranks(
+    free: float, ranks: int, fits: bool
+):
+    """10 GiB of activations and moments: each alone has room in 80% of what is free."""
+    here = replace(HERE, simulated=False, memory_available_gib=free)
+    pins = {"optimizer": "adamw_fused"}
+    made = cheapest(asked(**pins), here, World(FULL, 9.0).plan, ranks)
+    assert made.fits is fits
 
 
 def test_what_does_not_go_with_sharding_is_no_saver_beside_it():

@@ -121,7 +121,7 @@ def plan(
         return sharded(one, with_more(0), machines, with_more)
 
     try:
-        made = cheapest(question, profile, attempt)
+        made = cheapest(question, profile, attempt, max(1, ranks // machines))
         if not made.fits:
             made = attempt(question, advise=True)
     except NoEstimate as error:

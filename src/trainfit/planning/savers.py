@@ -108,23 +108,31 @@ class Attempt:
 
 
 def cheapest(
-    question: Question, profile: HardwareProfile, plan: Callable[[Question], Plan]
+    question: Question,
+    profile: HardwareProfile,
+    plan: Callable[[Question], Plan],
+    ranks: int = 1,
 ) -> Plan:
     """Plan without savers, or else with those that cost the least.
 
     Of combinations that change learning alike and have as many savers, the fastest is taken.
+    `ranks` of this machine share its memory.
     """
     base = plan(question)
     if base.fits or base.memory is None or base.device != "cuda":
         return base
     tried: list[Attempt] = []
     chosen: Attempt | None = None
-    open_ = able(question, profile, base.memory)
+    open_ = able(question, profile, base.memory, ranks)
+    host = _host_gib(profile, ranks)
 
     def attempt(taken: Combination) -> Attempt:
         return Attempt(taken=taken, plan=plan(_pinned(question, taken)))
 
-    for group in groups(open_, base.memory):
+    for together in groups(open_, base.memory):
+        group = [one for one in together if _held_there(one, base.memory) <= host]
+        if not group:
+            continue
         learns = any(saver.learns for saver in group[0])
         if chosen is not None and not learns:
             continue
@@ -148,16 +156,29 @@ def _next_values(chosen: Attempt, savers: Sequence[Saver]) -> list[Saver]:
     return [saver for saver in values if all(saver.share > one.share for one in chosen.taken)]
 
 
-def able(question: Question, profile: HardwareProfile, memory: MemoryEstimate) -> tuple[Saver, ...]:
-    """Savers that the job, the machine and the user leave open."""
-    host = float("inf") if profile.simulated else _HOST_SHARE * profile.memory_available_gib
+def able(
+    question: Question, profile: HardwareProfile, memory: MemoryEstimate, ranks: int = 1
+) -> tuple[Saver, ...]:
+    """Savers that the job, the machine with its `ranks` and the user leave open."""
+    host = _host_gib(profile, ranks)
     return tuple(
         saver
         for saver in SAVERS
         if _is_open(question, saver)
         and _part(memory, saver) >= WORTH_TRYING * memory.capacity_gib
-        and (not saver.on_host or _part(memory, saver) <= host)
+        and _held_there((saver,), memory) <= host
     )
+
+
+def _host_gib(profile: HardwareProfile, ranks: int) -> float:
+    """GiB of the host's memory for each rank; of a machine elsewhere nothing is known."""
+    free = float("inf") if profile.simulated else profile.memory_available_gib
+    return _HOST_SHARE * free / ranks
+
+
+def _held_there(taken: Combination, memory: MemoryEstimate) -> float:
+    """GiB that a rank's savers keep in the host's memory."""
+    return sum(_part(memory, saver) for saver in taken if saver.on_host)
 
 
 def _is_open(question: Question, saver: Saver) -> bool:
