@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from trainfit.core.plan_records import MemoryEstimate
+from trainfit.hardware.model_shapes import model_shape, sizes_of
+from trainfit.planning.bounds import count_weights
 from trainfit.planning.estimator.estimate import GIB
 from trainfit.planning.sharding import room_gained
 
@@ -33,6 +37,25 @@ def test_two_ranks_hold_half_of_the_weights_and_of_the_state() -> None:
 def test_a_model_of_one_block_is_whole_while_it_is_computed() -> None:
     assert room_gained(ALONE, layers=1, ranks=2) == 6 * GIB
     assert room_gained(replace(ALONE, optimizer_gib=0.0), layers=1, ranks=2) == -6 * GIB
+
+
+def test_weights_outside_of_the_blocks_are_whole_through_a_step() -> None:
+    """An embedding of 6 GiB, which the root of the model keeps, and two of 24 blocks of 6 GiB."""
+    assert room_gained(ALONE, 24, 2, rest_gib=6.0) == (18 - 6.5) * GIB
+    assert room_gained(ALONE, 24, 2, rest_gib=99.0) == (18 - 12) * GIB
+
+
+def test_one_rank_takes_what_was_measured_more_with_shards() -> None:
+    """BERT-base on an H200: copies of the embedding and of blocks, beside the shards."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-18-one-rank-h200.json"
+    runs = json.loads(path.read_text())["records"][0]["runs"]
+    whole, shards = ([r["peak_gib"] for r in runs if r["way"] == w] for w in ("whole", "sharded"))
+    sizes = sizes_of(model_shape("bert-base").config)
+    assert sizes is not None
+    memory = replace(ALONE, weights_gib=count_weights(sizes) * 4 / GIB, optimizer_gib=0.0)
+    rest = 4 * sizes.vocabulary * sizes.hidden / GIB
+    predicted = -room_gained(memory, sizes.layers, 1, rest) / GIB
+    assert max(shards) - max(whole) <= predicted <= 1.5 * (max(shards) - max(whole))
 
 
 @pytest.mark.parametrize("layers", [1, 2, 12, 48])

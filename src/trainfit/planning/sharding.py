@@ -63,7 +63,7 @@ def sharded(
     asked = replace(plan, sharding=cast(Sharding, kind), reasons=(*plan.reasons, reason))
     if plan.memory is None or replan is None:
         return asked
-    gained = room_gained(plan.memory, question.layers, shards)
+    gained = room_gained(plan.memory, question.layers, shards, _rest(question, plan) / GIB)
     roomy = replan(gained)
     if not roomy.fits and pin is None:
         return plan
@@ -104,12 +104,22 @@ def _obstacle(plan: Plan) -> tuple[str, str] | None:
     return f"which does not go with {asked}", fix
 
 
-def room_gained(memory: MemoryEstimate, layers: int, ranks: int) -> int:
-    """Bytes that sharding over `ranks` saves on each of them; below 0 where copies take more."""
+def room_gained(memory: MemoryEstimate, layers: int, ranks: int, rest_gib: float = 0.0) -> int:
+    """Bytes that sharding over `ranks` saves on each of them; below 0 where copies take more.
+
+    Blocks are gathered one after another; the rest of the weights stays gathered through a step.
+    """
     weights = memory.weights_gib + memory.adapters_gib
     kept_away = (weights + memory.optimizer_gib) * (1 - 1 / ranks)
-    gathered = weights * min(1.0, _GATHERED / max(1, layers))
+    rest = min(rest_gib, weights)
+    gathered = rest + (weights - rest) * min(1.0, _GATHERED / max(1, layers))
     return int((kept_away - gathered) * GIB)
+
+
+def _rest(question: Question, plan: Plan) -> float:
+    """Bytes of the weights outside of the blocks, by the embedding of the tokens."""
+    sizes, width = question.sizes, 4 if plan.weights_dtype == "float32" else 2
+    return 0.0 if sizes is None else float(width * sizes.vocabulary * sizes.hidden)
 
 
 def _spread(memory: MemoryEstimate, less: float, shards: int) -> MemoryEstimate:
@@ -151,8 +161,7 @@ class ModelBytes:
     def of(cls, question: Question, plan: Plan, memory: MemoryEstimate) -> ModelBytes:
         """Derive them from the memory of whole copies; AdamW's state is twice the gradient."""
         weights = (memory.weights_gib + memory.adapters_gib) * GIB
-        sizes, width = question.sizes, 4 if plan.weights_dtype == "float32" else 2
-        rest = 0.0 if sizes is None else float(width * sizes.vocabulary * sizes.hidden)
+        rest = _rest(question, plan)
         half = 2 if plan.reduce_dtype == "bf16" else 1
         return cls(
             blocks=max(0.0, weights - rest),
@@ -251,7 +260,8 @@ def _row(
     between = sent_between(model, shards, ranks)
     seconds = _link_seconds(way, inside, between, gpu, ranks // machines, network)
     step = _step_seconds(many, way, seconds)
-    spared = 0.0 if way == "none" else room_gained(memory, question.layers, shards) / GIB
+    rest = _rest(question, many) / GIB
+    spared = 0.0 if way == "none" else room_gained(memory, question.layers, shards, rest) / GIB
     held = memory.peak_reserved_gib - spared
     first = alone.time.step_seconds if alone.time else None
     return ClusterRow(
