@@ -209,6 +209,20 @@ def test_with_plenty_of_room_nothing_is_simulated(simulated: list[str]) -> None:
     assert "predicted" not in plan.verdict()
 
 
+def test_the_mfu_of_fp32_is_of_the_rate_that_its_products_run_at(simulated: list[str]) -> None:
+    """With TF32 the matrix units multiply; of the peak without them, plans reached 180%."""
+    done = []
+    for on, dtype in ((False, "fp32"), (True, "tf32")):
+        time = planned(job("device.mixed_precision=off", f"device.tf32={on}")).time
+        assert time is not None
+        assert time.mfu is not None
+        assert time.step_seconds is not None
+        assert 0.1 < time.mfu < 1
+        done.append(time.mfu * time.step_seconds * (find("h200").peak_tflops(dtype) or 0))
+    assert done[0] == pytest.approx(done[1])  # the same operations
+    assert not simulated
+
+
 def test_the_page_of_a_bound_says_that_it_is_one(simulated: list[str]) -> None:
     from rich.console import Console
 

@@ -354,7 +354,7 @@ def time_of(
     step = best.seconds
     work = question.workload
     steps = math.ceil(work.sequences / effective)
-    peak = speed.gpu.peak_tflops(speed.precision)
+    peak = speed.peak
     epoch = steps * step
     total = epoch * work.epochs
     hours = total / 3600

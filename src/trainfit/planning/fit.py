@@ -78,6 +78,12 @@ class Speed:
     """Results of `check --measure` on this machine."""
 
     @property
+    def peak(self) -> float | None:
+        """Peak of the GPU in TFLOP/s, in the dtype of the products; None where it is not known."""
+        dtype = "tf32" if self.precision == "fp32" and self.tf32 else self.precision
+        return None if self.gpu is None else self.gpu.peak_tflops(dtype)
+
+    @property
     def rates(self) -> Rates | None:
         """Rates of the GPU; None without a known peak."""
         if self.gpu is None:
