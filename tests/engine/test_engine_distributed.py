@@ -71,6 +71,22 @@ def test_a_step_dealt_over_two_ranks_is_the_same_step(
     assert [line.split()[4:6] for line in losses[0]] == [line.split()[4:6] for line in losses[1]]
 
 
+@pytest.mark.parametrize(("there", "own"), [(1, 0), (8, 3)])
+def test_a_rank_takes_the_only_gpu_that_its_launcher_shows_it(
+    monkeypatch: pytest.MonkeyPatch, there: int, own: int
+) -> None:
+    """`srun --gpus-per-task 1` shows each of a machine's ranks one GPU, which is cuda:0 for all."""
+    taken: list[torch.device] = []
+    for name, value in {"RANK": 3, "LOCAL_RANK": 3, "WORLD_SIZE": 8}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with joined("cuda") as (world, device):
+        assert world.local_rank == 3
+    assert taken == [device] == [torch.device("cuda", own)]
+
+
 def gradients_of_rank(rank: int, folder: Path, options: dict[str, Any]) -> None:
     from trainfit.data.batches import StepLoader
     from trainfit.engine.loop_settings import LoaderSettings

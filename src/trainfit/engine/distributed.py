@@ -100,8 +100,8 @@ def joined(device: str, *, shards: bool = False) -> Iterator[tuple[World, torch.
     world = find_world()
     place = torch.device(device)
     if place.type == "cuda":
-        own = place.index or 0 if world.size == 1 else world.local_rank
-        place = torch.device("cuda", own)
+        own = world.local_rank if torch.cuda.device_count() > 1 else 0  # srun may show one alone
+        place = torch.device("cuda", place.index or 0 if world.size == 1 else own)
         torch.cuda.set_device(place)
     if (world.size == 1 and not shards) or dist.is_initialized():
         yield world, place
