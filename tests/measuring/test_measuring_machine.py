@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainfit.core.errors import BadInput, TrainfitWarning
-from trainfit.core.records import HardwareProfile
+from trainfit.core.records import HardwareProfile, Measurement, Measurements
 from trainfit.hardware import detect
 from trainfit.measuring import machine_rates, measure, remember, remembered
 
@@ -14,6 +14,18 @@ from trainfit.measuring import machine_rates, measure, remember, remembered
 @pytest.fixture
 def cpu() -> HardwareProfile:
     return replace(detect(), gpus=())
+
+
+def test_rates_are_those_of_a_gpu_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path))
+    name = "NVIDIA GeForce RTX 3080"
+    rates = {f"{name} Ti GPU-1-2": 70.0, f"{name} Laptop GPU GPU-3-4": 30.0}
+    for device, value in rates.items():
+        item = Measurement(name="matmul_bf16", unit="TFLOP/s", value=value, samples=(value,))
+        remember(Measurements(device=device, torch="", driver=None, taken="", items=(item,)))
+    assert machine_rates.remembered_rates(name) == {}
+    assert machine_rates.remembered_rates("") == {}
+    assert machine_rates.remembered_rates(f"{name} Ti") == {"matmul_bf16": 70.0}
 
 
 @pytest.mark.soak

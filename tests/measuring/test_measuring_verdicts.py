@@ -14,14 +14,17 @@ from receipt_steps import items
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan, RuntimeSettings, TaskSpec, Workload
 from trainfit.core.records import Receipt
+from trainfit.measuring.evidence import products_of
 from trainfit.measuring.receipt import VERDICTS, make_receipt, read_receipt
 from trainfit.measuring.trace import (
     AttentionSeen,
     BatchesSeen,
     CompilerSeen,
     Evidence,
+    Kernel,
     ProductsSeen,
     SwitchesSeen,
+    Trace,
     read,
 )
 
@@ -127,6 +130,27 @@ def test_tiny_exact_products_of_a_head_are_no_evidence_against_tf32():
     for on in (True, False):
         evidence = seen(products=mixed, switches=SwitchesSeen(tf32=on))
         assert items(evidence, tf32=True)["tf32"].status == ("active" if on else "not_active")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fast", "exact"),
+    [
+        ("turing_fp16_s1688gemm_fp16_128x128_ldg8_f2f_tn", 0, 0),
+        ("ampere_bf16_s1688gemm_bf16_128x128_ldg8_f2f_stages_32x1_nn", 0, 0),
+        ("void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_256x128_nn_align1>", 0, 0),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", 0, 0),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x256_16x3_nn_align4>", 1, 0),
+        ("sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16_stage4", 1, 0),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3", 0, 1),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>", 0, 1),
+    ],
+)
+def test_tf32_is_told_from_half_precision_by_the_names_of_kernels(
+    kernel: str, fast: int, exact: int
+):
+    found = products_of(Trace([], [Kernel(kernel, 1, 1e-3)]))
+    assert (found.tf32_kernels, found.exact_kernels) == (fast, exact)
+    assert found.kernels == (kernel,)
 
 
 def test_unpinned_batches_are_noticed():

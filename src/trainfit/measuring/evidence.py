@@ -202,7 +202,9 @@ _DTYPES = {
 }
 _HALF = {"bf16", "fp16"}
 _MULTIPLIES = re.compile(r"gemm|gemv|xmma|nvjet|cutlass|triton_tem|cublas", re.IGNORECASE)
-_TF32 = re.compile(r"tf32|s1688", re.IGNORECASE)
+_TF32 = re.compile(r"tf32|^(?!.*(f16|fp16)).*s1688", re.IGNORECASE)
+"""Kernels with TF32's instruction, s1688, which half precision has too: on Turing, and on GPUs such
+as an RTX 3090, whose kernels name their dtype beside it."""
 _EXACT = re.compile(r"sgemm|simt|f32f32_f32f32", re.IGNORECASE)
 _SHOWN = 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -73,7 +74,9 @@ def remembered_rates(gpu: str) -> dict[str, float]:
     """Measured rates of a GPU of this name, by their names; empty if it was never measured."""
     for path in sorted((cache_folder() / "measured").glob("*.json")):
         found = caches.read(Measurements, path)
-        if found is not None and gpu and found.device.startswith(gpu):
+        # The name, and perhaps a UUID: an RTX 3080 Ti is another GPU than an RTX 3080.
+        named = rf"{re.escape(gpu)}( \S+-\S+)?"
+        if found is not None and gpu and re.fullmatch(named, found.device):
             return {item.name: item.value for item in found.items}
     return {}
 
