@@ -286,6 +286,8 @@ def test_workers_take_gpus_in_turn_and_share_them_by_their_memory():
     assert [seat.share for seat in two] == [0.5, 1.0, 0.5]
     assert [s.variables["CUDA_VISIBLE_DEVICES"] for s in seats(2, 2, {})] == ["0", "1"]
     assert [s.share for s in seats(4, 1, {})] == [0.25] * 4
+    others = [s.others for s in seats(3, 2, {}, [5.0, 6.0])]
+    assert others == [5.0, None, 5.0]  # the second is alone on its GPU, and looks for itself
     assert all("OMP_NUM_THREADS" in s.variables for s in seats(2, 0, {}))
     assert seats(1, 0, {"OMP_NUM_THREADS": "3"})[0].variables == {}
 

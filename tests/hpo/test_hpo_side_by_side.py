@@ -28,11 +28,12 @@ from trainfit.hpo import side_by_side
 from trainfit.hpo import workers as trials
 from trainfit.hpo.objective import BATCH, GpuShare, Objective
 from trainfit.hpo.outcome import Best, StudyResult
-from trainfit.hpo.side_by_side import Helpers, SideBySide, _run_beside, plan_workers, room_for
+from trainfit.hpo.side_by_side import Helpers, SideBySide, _run_beside, plan_workers
 from trainfit.hpo.studies import read_setting
 from trainfit.hpo.trial_queue import WORKER, Claim, Outcome
 from trainfit.hpo.workers import work
 from trainfit.jobs import job_plan, registry
+from trainfit.planning.cuts import target_for
 from trainfit.reports.study_sections import _headlines
 
 
@@ -114,8 +115,9 @@ def test_measured_memory_and_speed_replace_the_planned_ones(h200: Any):
 
 def test_memory_that_other_programs_take_is_not_shared(h200: Any):
     gpu = replace(h200.gpu, state=GpuState(memory_used_by_others_gib=h200.gpu.memory_gib / 2))
-    assert room_for(h200.gpu, 2).share == 0.5
-    assert room_for(gpu, 2).share == pytest.approx(0.25)
+    whole = h200.gpu.memory_gib
+    assert GpuShare(share=0.5).gib(h200.gpu) == pytest.approx(whole / 2 - 0.7)
+    assert GpuShare(share=0.5).gib(gpu) == pytest.approx(whole / 4 - 0.7)
     assert plan_workers(plan_of(30), h200, 50)[0] == 4
     assert plan_workers(plan_of(30), replace(h200, gpus=(gpu,)), 50)[0] == 2
 
@@ -154,6 +156,36 @@ def test_a_trial_has_the_plan_of_one_alone_where_it_fits_and_never_another_metho
     found = objective.plan(composed)
     assert not found.fits
     assert found.workload.method == "full"
+
+
+def test_a_helper_plans_without_the_memory_that_trials_beside_it_hold(
+    h200: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A helper finds the first trial's memory in use, which would be another plan: other bits."""
+    crowded = replace(h200.gpu, state=GpuState(memory_used_by_others_gib=100.0))
+    monkeypatch.setattr(registry, "job_module", lambda _: None)
+    objectives = []
+    for gpu in (h200.gpu, crowded):
+        profile = replace(h200, gpus=(gpu,))
+        monkeypatch.setattr(job_plan, "detect", lambda profile=profile: profile)
+        objectives.append(Objective(compose("nli", []), "f1"))
+    first, helper = objectives
+    started: list[list[str]] = []
+    monkeypatch.setattr(trials.subprocess, "Popen", lambda words, **_: started.append(words))
+    study = SimpleNamespace(get_trials=lambda **_: [])
+    setting = SimpleNamespace(
+        hpo=SimpleNamespace(trials=9), folder=tmp_path, task="nli", words=(), storage="x"
+    )
+    first.latest = plan_of(10)
+    side_by_side.start_helpers(
+        cast(Any, SimpleNamespace(study=study, setting=setting)), first, None
+    )
+    words = started[0]
+    helper.suppose(float(words[words.index("--others") + 1]))
+    helper.room = GpuShare(share=float(words[words.index("--share") + 1]), beside=True)
+    free = h200.gpu.memory_gib - 0.7
+    assert target_for(helper.profile, free).capacity == target_for(first.profile).capacity
+    assert helper.room.gib(helper.profile.gpu) == first.room.gib(first.profile.gpu)
 
 
 @pytest.mark.parametrize(

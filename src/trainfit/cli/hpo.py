@@ -78,6 +78,7 @@ def _search(
     as_json: bool,
     worker: int | None,
     share: float,
+    others: float | None,
     beside: float | None,
 ) -> int:
     import time
@@ -97,6 +98,8 @@ def _search(
     with terminal.busy("opening the study") if worker is None else nullcontext():
         opened = open_study(setting, objective)
     if worker is not None:
+        if others is not None:
+            objective().suppose(others)
         return _work(opened, objective(), worker, share, beside)
     for note in opened.notes:
         click.echo(f"trainfit: note: {note}", err=True)
@@ -135,7 +138,14 @@ def _run(opened: OpenStudy, objective: Callable[[], Objective], workers: int) ->
     from trainfit.cli.pages import Board
     from trainfit.hpo.outcome import status_of
     from trainfit.hpo.side_by_side import work_side_by_side
-    from trainfit.hpo.workers import check_gpu_room, run_fleet, run_trial, seats, work
+    from trainfit.hpo.workers import (
+        check_gpu_room,
+        others_on,
+        run_fleet,
+        run_trial,
+        seats,
+        work,
+    )
     from trainfit.jobs.job_plan import machine
     from trainfit.reports import terminal
 
@@ -151,7 +161,8 @@ def _run(opened: OpenStudy, objective: Callable[[], Objective], workers: int) ->
         return ended
     if workers == 1:
         return work(opened.queue(), partial(run_trial, opened, objective()), tell=show)
-    taken = seats(workers, len(machine(opened.setting.composed).gpus), os.environ)
+    gpus = machine(opened.setting.composed).gpus
+    taken = seats(workers, len(gpus), os.environ, others_on(gpus))
     check_gpu_room(opened, objective, taken)
     return run_fleet(opened.setting, taken, show)
 
@@ -203,6 +214,7 @@ def _task_command(task: str, about: str) -> click.Command:
     @_JSON
     @click.option("--worker", type=int, hidden=True)
     @click.option("--share", type=float, default=1.0, hidden=True)
+    @click.option("--others", type=float, hidden=True)
     @click.option("--beside", type=float, hidden=True)
     def run(
         overrides: tuple[str, ...],

@@ -48,7 +48,7 @@ class GpuShare:
     """Memory of a GPU that a trial may take."""
 
     share: float = 1.0
-    """Part of the GPU's memory."""
+    """Part of the memory that other programs leave of the GPU."""
     used: float = 1.0
     """Measured peak over the planned one, where a trial was measured."""
     beside: bool = False
@@ -56,7 +56,8 @@ class GpuShare:
 
     def gib(self, gpu: Gpu) -> float:
         """Return the GiB that are left beside a process's CUDA context."""
-        return max(self.share * gpu.memory_gib - CONTEXT_GIB, 0.1)
+        free = gpu.memory_gib - (gpu.state.memory_used_by_others_gib or 0.0)
+        return max(self.share * free - CONTEXT_GIB, 0.1)
 
     def holds(self, plan: Plan, gpu: Gpu) -> bool:
         """Tell if a plan for more memory needs no more than this, with a margin."""
@@ -82,6 +83,18 @@ class Objective:
         self.profile = job_plan.machine(composed)
         self._cache: dict[str, Prepared] = {}
         self._greater = is_greater_better(metric, composed.task)
+
+    def suppose(self, others_gib: float) -> None:
+        """Plan as if other programs took this much of the GPU.
+
+        Trials beside this one are none of them: each has a share of its own, and with the memory
+        that they happened to hold as this process started, its plans would be other ones.
+        """
+        gpu = self.profile.gpu
+        if gpu is not None:
+            state = replace(gpu.state, memory_used_by_others_gib=others_gib)
+            gpus = (replace(gpu, state=state), *self.profile.gpus[1:])
+            self.profile = replace(self.profile, gpus=gpus)
 
     @property
     def metrics(self) -> tuple[str, ...]:

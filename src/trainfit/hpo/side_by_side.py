@@ -21,12 +21,20 @@ from optuna import Study
 
 from trainfit.core import codec
 from trainfit.core.plan_records import Plan
-from trainfit.core.records import Gpu, HardwareProfile, Record
+from trainfit.core.records import HardwareProfile, Record
 from trainfit.engine.observers import Observer, TrainRow
 from trainfit.hpo.objective import BATCH, WORKERS, GpuShare, Objective
 from trainfit.hpo.studies import OpenStudy
 from trainfit.hpo.trial_queue import FINISHED, WORKER, Claim, Outcome
-from trainfit.hpo.workers import Seat, Tell, run_trial, start_worker, stop_workers, work
+from trainfit.hpo.workers import (
+    Seat,
+    Tell,
+    others_on,
+    run_trial,
+    start_worker,
+    stop_workers,
+    work,
+)
 
 SIDE_BY_SIDE = "side_by_side"
 """Name of the study's attribute with a `SideBySide`."""
@@ -55,13 +63,6 @@ class SideBySide(Record):
     """Steps of all of them in the time that one takes for a step alone; None: too few to tell."""
 
 
-def room_for(gpu: Gpu, workers: int, used: float = 1.0) -> GpuShare:
-    """Return each worker's room on a GPU, without the memory that other programs take."""
-    others = gpu.state.memory_used_by_others_gib or 0.0
-    share = max(0.0, 1 - others / gpu.memory_gib) / workers
-    return GpuShare(share=share, used=used, beside=True)
-
-
 def plan_workers(
     plan: Plan, profile: HardwareProfile, trials: int, row: TrainRow | None = None
 ) -> tuple[int, GpuShare]:
@@ -80,7 +81,7 @@ def plan_workers(
     by_speed = 1 + math.ceil(_SATURATED / mfu) if mfu else 2
     by_cores = profile.cpu.cores // _CORES
     for workers in range(min(WORKERS, trials, by_speed, by_cores), 1, -1):
-        room = room_for(gpu, workers, used)
+        room = GpuShare(share=1 / workers, used=used, beside=True)
         if room.holds(plan, gpu):
             return workers, room
     return 1, GpuShare()
@@ -111,9 +112,9 @@ def start_helpers(opened: OpenStudy, objective: Objective, row: TrainRow | None)
     objective.room = room
     logs = opened.setting.folder / "workers"
     logs.mkdir(parents=True, exist_ok=True)
-    started = []
+    others, started = next(iter(others_on(objective.profile.gpus)), None), []
     for number in range(2, workers + 1):
-        seat = Seat(number=number, share=room.share, variables={})
+        seat = Seat(number=number, share=room.share, others=others, variables={})
         with (logs / f"worker-{number}.log").open("a", encoding="utf-8") as log:
             more = ("--beside", str(room.used))
             started.append(start_worker(opened.setting, seat, log.fileno(), *more))

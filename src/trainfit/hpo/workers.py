@@ -25,6 +25,7 @@ from trainfit.conf import Composed
 from trainfit.core.errors import BadInput, OutOfMemory, RunFailed, TrainfitError, redact
 from trainfit.core.libraries import safe_flags
 from trainfit.core.plan_records import Plan
+from trainfit.core.records import Gpu
 from trainfit.engine.distributed import StopRequest, stop_on_signals
 from trainfit.engine.loop import Shared
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
@@ -150,11 +151,23 @@ class Seat:
     number: int
     share: float
     """Share of its GPU's memory."""
+    others: float | None = None
+    """GiB of it that other programs take; None: as the worker finds it, alone on the GPU."""
     variables: Mapping[str, str]
 
 
-def seats(count: int, gpus: int, environment: Mapping[str, str]) -> list[Seat]:
-    """Seats for the workers: GPUs in turn, or an equal share of the cores."""
+def others_on(gpus: Sequence[Gpu]) -> list[float]:
+    """GiB of each GPU that other programs take, before any worker starts."""
+    return [gpu.state.memory_used_by_others_gib or 0.0 for gpu in gpus]
+
+
+def seats(
+    count: int, gpus: int, environment: Mapping[str, str], others: Sequence[float] = ()
+) -> list[Seat]:
+    """Seats for the workers: GPUs in turn, or an equal share of the cores.
+
+    Workers that share a GPU count its memory without each other: by the `others` of each GPU.
+    """
     if not gpus:
         threads = str(max(1, allowed_by_affinity() // count))
         own = {} if "OMP_NUM_THREADS" in environment else {"OMP_NUM_THREADS": threads}
@@ -166,6 +179,7 @@ def seats(count: int, gpus: int, environment: Mapping[str, str]) -> list[Seat]:
         Seat(
             number=k + 1,
             share=1 / on_each[k % gpus],
+            others=others[k % gpus] if others and on_each[k % gpus] > 1 else None,
             variables={"CUDA_VISIBLE_DEVICES": names[k % gpus]},
         )
         for k in range(count)
@@ -220,7 +234,8 @@ def start_worker(
     setting: StudySettings, seat: Seat, log: int, *more: str
 ) -> subprocess.Popen[bytes]:
     """Start a worker of this process, with `more` options."""
-    options = ["--worker", str(os.getpid()), "--share", str(seat.share), *more]
+    others = [] if seat.others is None else ["--others", str(seat.others)]
+    options = ["--worker", str(os.getpid()), "--share", str(seat.share), *others, *more]
     return subprocess.Popen(
         [*COMMAND, "hpo", setting.task, *setting.words, *options],
         stdin=subprocess.DEVNULL,
