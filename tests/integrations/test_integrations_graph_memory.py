@@ -19,7 +19,7 @@ from unpadded_tiny import HEADS, batch, config
 import trainfit
 from trainfit.integrations import body_graphs, script_hooks
 from trainfit.integrations.body_graphs import BodyGraphs
-from trainfit.integrations.graph_memory import crowded, no_room
+from trainfit.integrations.captured_passes import crowded, no_room
 from trainfit.integrations.host_batches import Switch
 from trainfit.integrations.speeding import facts_in
 from trainfit.integrations.turns import GRAPHS, PADDED, UNPADDED, Turns

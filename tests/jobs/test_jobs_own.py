@@ -20,7 +20,8 @@ from torch import nn
 
 import trainfit
 from plan_example import make_plan
-from trainfit.cli.inference import _csv, _own_items
+from trainfit.cli.asked_texts import read_items
+from trainfit.cli.inference import _csv
 from trainfit.cli.main import run as command
 from trainfit.cli.main import trainfit as cli
 from trainfit.conf import compose
@@ -475,12 +476,12 @@ def test_answers_with_tensors_are_plain_values(here: Path) -> None:
 def test_items_of_a_jsonl_file_may_be_any_json(here: Path) -> None:
     path = here / "items.jsonl"
     path.write_text('[1, 2]\n\n{"x": 3}\n"word"\n')
-    assert _own_items(path, "auto") == [[1, 2], {"x": 3}, "word"]
+    assert read_items(path, "auto") == [[1, 2], {"x": 3}, "word"]
     path.write_text('{"text": "[1, 2]"}\n')
-    assert _own_items(path, "auto") == [[1, 2]]
+    assert read_items(path, "auto") == [[1, 2]]
     path.write_text("[1, 2]\n{broken\n")
     with pytest.raises(BadInput, match="row 2 is not JSON"):
-        _own_items(path, "auto")
+        read_items(path, "auto")
     with pytest.raises(BadInput, match="no names for columns"):
         _csv([[1, 2]])
     assert _csv([{"a": 1}, {"b": [2, 3]}]) == "a,b\n1,\n,2|3\n"

@@ -39,12 +39,13 @@ from trainfit.integrations.captured_passes import (
     Replayed,
     Run,
     bound_of,
+    crowded,
     generator_of,
+    no_room,
     random_state,
     size_of,
     sort_call,
 )
-from trainfit.integrations.graph_memory import crowded, no_room
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 
 _LOG = logging.getLogger("trainfit")

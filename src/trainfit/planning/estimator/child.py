@@ -30,9 +30,9 @@ from trainfit.core.errors import BadInput, TrainfitError, in_one_line, user_line
 from trainfit.core.libraries import hide_unused, unhide
 from trainfit.planning.estimator import compiled_steps, fake_cuda
 from trainfit.planning.estimator.allocator import Event, replay
-from trainfit.planning.estimator.meta_device import on_meta
 from trainfit.planning.estimator.estimate import PROBES, Answer, Request, Room
 from trainfit.planning.estimator.kernel_buffers import Device
+from trainfit.planning.estimator.meta_device import on_meta
 from trainfit.planning.estimator.quick_fakes import QuickFakes
 from trainfit.planning.estimator.recorder import HANDLES, Recorder
 from trainfit.planning.estimator.step_time import Done
