@@ -216,6 +216,12 @@ def test_a_task_that_cannot_be_loaded_is_named(factory: str):
         estimate(TaskSpec(factory=factory, arguments={}), H200)
 
 
+def test_a_file_is_answered_with_its_module():
+    with pytest.raises(BadInput) as caught:
+        estimate("my_step.py:build", "t4")
+    assert caught.value.fix == "write my_step:build"
+
+
 def test_arguments_beside_a_task_are_not_ignored_in_silence():
     with pytest.raises(BadInput, match="batch beside a TaskSpec"):
         estimate(TaskSpec(factory="a:b", arguments={}), H200, batch=3)

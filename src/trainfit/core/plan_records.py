@@ -140,7 +140,8 @@ class TaskSpec(Record):
         try:
             found: Callable[..., Any] = getattr(import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
-            fix = "give it as module:function"
+            python = module.endswith(".py")
+            fix = f"write {module[:-3]}:{name}" if python else "give it as module:function"
             raise BadInput(f"cannot load {self.factory!r} ({error})", fix) from None
         return found
 
