@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import click
 
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, brief, did_you_mean, nearest, redact_word
+from trainfit.core.files import check_output, write_output
 from trainfit.core.settings import SETTINGS
 
 
@@ -225,8 +226,6 @@ def _values(task: str, key: str) -> list[str]:
 
 def _words(kind: Any) -> list[Any]:
     """The fixed values of a type: choices, true and false, null."""
-    from typing import Annotated, Literal, get_args, get_origin
-
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     if kind is bool:
@@ -306,7 +305,6 @@ def init(task: str, output: Path | None) -> None:
     """
     from trainfit.conf.composition import schema_of
     from trainfit.conf.starting import starting_file
-    from trainfit.core.files import check_output, write_output
 
     schema_of(task)
     path = check_output(output or Path(f"{task}.yaml"))

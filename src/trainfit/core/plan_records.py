@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, Literal, Self
 
 from trainfit.core.errors import BadInput
@@ -96,17 +97,6 @@ OWN_FACTORIES = (
     "trainfit.jobs.probes:gpt_trial",
 )
 """Factories that a file may name: they build a model and a step, and import nothing else."""
-_RENAMED_FACTORIES = {
-    "trainfit.tasks.encoder.probe:probe": "trainfit.jobs.probes:encoder_step",
-    "trainfit.tasks.encoder.trial:trial": "trainfit.jobs.probes:encoder_trial",
-    "trainfit.tasks.gpt.probe:probe": "trainfit.jobs.probes:gpt_step",
-    "trainfit.tasks.gpt.trial:trial": "trainfit.jobs.probes:gpt_trial",
-    "trainfit.jobs.encoder_trial:encoder_trial": "trainfit.jobs.probes:encoder_trial",
-    "trainfit.jobs.gpt_trial:gpt_trial": "trainfit.jobs.probes:gpt_trial",
-    "trainfit.jobs.trials:encoder_trial": "trainfit.jobs.probes:encoder_trial",
-    "trainfit.jobs.trials:gpt_trial": "trainfit.jobs.probes:gpt_trial",
-}
-"""Former names of the factories, as in plans of version 0.1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,9 +110,8 @@ class TaskSpec(Record):
     """True if read from a file, which is not trusted: only trainfit's factories are imported."""
 
     def from_a_file(self) -> Self:
-        """Mark the task as read from a file, and translate a factory's name of version 0.1."""
-        factory = _RENAMED_FACTORIES.get(self.factory, self.factory)
-        return replace(self, factory=factory, from_file=True)
+        """Mark the task as read from a file."""
+        return replace(self, from_file=True)
 
     def check(self) -> Self:
         """Return the task, or raise BadInput for a foreign factory that a file named."""
@@ -133,8 +122,6 @@ class TaskSpec(Record):
 
     def function(self) -> Callable[..., Any]:
         """Import the factory."""
-        from importlib import import_module
-
         self.check()
         module, _, name = self.factory.partition(":")
         try:
@@ -198,15 +185,15 @@ class MemoryEstimate(Record):
 class TimeEstimate(Record):
     """Estimated speed; a figure is None where no recording supports it."""
 
-    tokens_per_second: float | None
+    tokens_per_second: float | None = None
     """Tokens of the data per second, without filler and padding."""
-    samples_per_second: float | None
-    mfu: float | None
+    samples_per_second: float | None = None
+    mfu: float | None = None
     """Model FLOPs utilization: share of the dense peak spent on necessary operations."""
-    step_seconds: float | None
-    epoch_seconds: float | None
-    total_seconds: float | None
-    error_percent: float | None
+    step_seconds: float | None = None
+    epoch_seconds: float | None = None
+    total_seconds: float | None = None
+    error_percent: float | None = None
     """Error bound of nine in ten recorded steps; None: not recorded on this kind of GPU."""
     energy_kwh: float | None = None
     """Energy of the whole run, where the watts were given."""

@@ -30,7 +30,7 @@ from trainfit.core.files import text_facts, write_whole
 from trainfit.core.records import Record
 from trainfit.hpo.objective import Objective, as_words
 from trainfit.hpo.side_by_side import SIDE_BY_SIDE, SideBySide
-from trainfit.hpo.studies import OpenStudy, configure
+from trainfit.hpo.studies import OpenStudy, configure, open_study, read_setting
 from trainfit.hpo.trial_queue import (
     FINISHED,
     FOLDS,
@@ -78,7 +78,6 @@ class StudyResult(Record):
 def search(task: str | type, *words: str) -> StudyResult:
     """Run the trials of a study in this process, and train its final model."""
     from trainfit.hpo.storage import using_database
-    from trainfit.hpo.studies import open_study, read_setting
     from trainfit.hpo.workers import run_trial, work
     from trainfit.jobs.registry import check_job, name_of
 

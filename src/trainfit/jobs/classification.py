@@ -40,7 +40,6 @@ from trainfit.runs.opening import AttentionKind, AttentionPath, RunSetup
 from trainfit.runtime import eagerly
 
 if TYPE_CHECKING:
-    from trainfit.conf.schema import EncoderModel
     from trainfit.jobs.configuration import EncoderConfig
 
 

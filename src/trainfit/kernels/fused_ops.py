@@ -276,10 +276,6 @@ def adamw_8bit_(
 
 
 @adamw_bf16_.register_fake
-def _(*_arguments: object) -> None:
-    return None
-
-
 @adamw_8bit_.register_fake
 def _(*_arguments: object) -> None:
     return None

@@ -40,9 +40,9 @@ class UnpaddedRows:
 
     rows: int
     width: int
-    mask: Tensor | None
+    mask: Tensor | None = None
     """`[rows, width]`, True for real tokens; None where nothing is padded."""
-    places: Tensor | None
+    places: Tensor | None = None
     """`[tokens]`: place of each token in the flat batch; None where nothing is padded."""
     starts: Tensor
     """`[rows + 1]`: start of each sequence in the row, and its end."""

@@ -43,7 +43,6 @@ from trainfit.reports.study_sections import is_study, ladder_section, study_chap
 from trainfit.runs import run_folder
 from trainfit.runs.reader import RunFiles, read_run
 
-_ROOT = Path("runs")
 _LONGEST_NAME = 120
 T = TypeVar("T")
 
@@ -152,10 +151,10 @@ def _comparison(runs: Sequence[RunFiles]) -> Chapter | None:
 
 def find(name: str | Path | type) -> Path:
     """Find the folder of a run or a study by path or name under runs/, or the newest of a job."""
-    for folder in (Path(name), _ROOT / name) if isinstance(name, str | Path) else ():
+    for folder in (Path(name), run_folder.ROOT / name) if isinstance(name, str | Path) else ():
         if is_study(folder):
             return folder
-    return run_folder.find(name, _ROOT)
+    return run_folder.find(name)
 
 
 def place(run: str | Path, *others: str | Path) -> Path:

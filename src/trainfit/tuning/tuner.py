@@ -221,7 +221,6 @@ def _time(base: Plan, plan: Plan, rate: Interval) -> TimeEstimate:
         step_seconds=step,
         epoch_seconds=epoch,
         total_seconds=epoch * workload.epochs,
-        error_percent=None,
     )
 
 
