@@ -71,8 +71,7 @@ def command(
     from trainfit.conf.starting import with_file
     from trainfit.hardware.catalogue import find
     from trainfit.jobs import job_plan
-    from trainfit.jobs.configuration import check_data
-    from trainfit.jobs.data_choices import fit_to_data
+    from trainfit.jobs.configuration import check_data, fit_to_data
     from trainfit.jobs.known_data import settle_sources
     from trainfit.planning import planner
     from trainfit.reports import plan_page as page

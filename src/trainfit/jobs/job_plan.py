@@ -24,7 +24,6 @@ from trainfit.core.settings import SETTINGS, chosen_by, with_values
 from trainfit.hardware import as_if, detect
 from trainfit.hardware.catalogue import GpuSpec, find, gpus
 from trainfit.hardware.model_shapes import model_shape, sizes_of
-from trainfit.jobs.data_choices import fit_to_data
 from trainfit.jobs.known_data import KnownData, assumed_lengths, assumption, known_data
 from trainfit.jobs.models.classifier_settings import (
     ModelFacts,
@@ -76,6 +75,7 @@ def plan(
     `overrides` are key=value words as on the command line. `lengths` are the tokens of each
     training sequence, where they are known; else the documents' data is assumed.
     """
+    from trainfit.jobs.configuration import fit_to_data
     from trainfit.jobs.registry import check_job, name_of
 
     name = name_of(task)
