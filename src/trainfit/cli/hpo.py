@@ -135,14 +135,7 @@ def _run(opened: OpenStudy, objective: Callable[[], Objective], workers: int) ->
     from trainfit.cli.pages import Board
     from trainfit.hpo.outcome import status_of
     from trainfit.hpo.side_by_side import work_side_by_side
-    from trainfit.hpo.workers import (
-        check_gpu_room,
-        others_on,
-        run_fleet,
-        run_trial,
-        seats,
-        work,
-    )
+    from trainfit.hpo.workers import check_gpu_room, others_on, run_fleet, run_trial, seats, work
     from trainfit.jobs.job_plan import machine
     from trainfit.reports import terminal
 

@@ -42,10 +42,7 @@ from trainfit.runs import run_folder
     help="A text to classify, may repeat; for a job of yours, an item as JSON or text.",
 )
 @click.option(
-    "--second",
-    "seconds",
-    multiple=True,
-    help="The second text of a pair, as often as --text.",
+    "--second", "seconds", multiple=True, help="The second text of a pair, as often as --text."
 )
 @click.option("--run", "folder", metavar="RUN", help="A run of module:Class; else its newest.")
 @click.option("--criterion", help="Ask about one criterion: its code, such as A.4, or a text.")

@@ -84,12 +84,7 @@ def _padded(input_ids: Tensor, attention_mask: Tensor | None) -> Layout:
         positions = (mask.cumsum(-1) - 1) * mask
         lengths = mask.sum(-1)
     return Layout(
-        sequences=rows,
-        ids=ids,
-        positions=positions,
-        lengths=lengths,
-        mask=mask,
-        max_seqlen=width,
+        sequences=rows, ids=ids, positions=positions, lengths=lengths, mask=mask, max_seqlen=width
     )
 
 

@@ -143,8 +143,7 @@ def _data(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 def _token_files(header: Any) -> Iterator[tuple[str, str]]:
     """Token counts of a pretraining job."""
-    if not isinstance(header, Mapping):
-        return
+    header = header if isinstance(header, Mapping) else {}
     for part in ("train", "validation"):
         if isinstance(header.get(part), Mapping):
             yield part, _counts(header[part])
@@ -345,28 +344,16 @@ def receipt_section(run: RunFiles) -> Section | None:
         return None
     items = sorted(run.receipt.items, key=lambda item: item.status != "not_active")
     rows = tuple(
-        (
-            item.name,
-            _STATUS[item.status],
-            cell(item.requested),
-            cell(item.observed),
-            item.evidence,
-            item.mend,
-        )
-        for item in items
+        (i.name, _STATUS[i.status], cell(i.requested), cell(i.observed), i.evidence, i.mend)
+        for i in items
     )
     counts = {status: sum(i.status == status for i in items) for status in _STATUS}
     said = ", ".join(f"{n} {_STATUS[s].lower()}" for s, n in counts.items() if n)
     columns = ("optimization", "status", "requested", "observed", "evidence", "fix")
     failed = tuple(at for at, item in enumerate(items) if item.status == "not_active")
-    return Section(
-        id="receipt",
-        title="Receipt",
-        blocks=(
-            Remark(text=f"{said}.", tone="warning" if failed else "plain"),
-            Table(columns=columns, rows=rows, strong=failed),
-        ),
-    )
+    verdict = Remark(text=f"{said}.", tone="warning" if failed else "plain")
+    table = Table(columns=columns, rows=rows, strong=failed)
+    return Section(id="receipt", title="Receipt", blocks=(verdict, table))
 
 
 def events_section(run: RunFiles) -> Section:

@@ -177,10 +177,7 @@ def _table(metrics: Mapping[str, Any], run: RunFiles) -> Table:
     if _is_named(run) and len(metrics.get("confusion") or ()) == 2:
         notes.append(f"F1, precision, recall and the curves are of the class {names[1]}.")
     return Table(
-        columns=("", *titles.values()),
-        rows=tuple(rows),
-        strong=(main,),
-        note=" ".join(notes),
+        columns=("", *titles.values()), rows=tuple(rows), strong=(main,), note=" ".join(notes)
     )
 
 
@@ -227,12 +224,8 @@ def _sentence_intervals(run: RunFiles) -> Iterator[Intervals]:
 
 
 def _references(run: RunFiles) -> tuple[Reference, ...]:
-    found = by_baseline(run.results.get("baselines") or {})
-    return tuple(
-        Reference(y=figures["f1"], label=title)
-        for title, figures in found.items()
-        if "f1" in figures
-    )
+    found = by_baseline(run.results.get("baselines") or {}).items()
+    return tuple(Reference(y=each["f1"], label=title) for title, each in found if "f1" in each)
 
 
 def _plot(
