@@ -182,11 +182,10 @@ class _Task(click.types.StringParamType):
 
 def task_argument(**more: Any) -> Callable[[Any], Any]:
     """Argument TASK with completion."""
-    return click.argument("task", type=_Task(), shell_complete=complete_task, **more)
+    return click.argument("task", type=_Task(), shell_complete=_complete_task, **more)
 
 
-def complete_task(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
-    """Tasks that begin with `begun`."""
+def _complete_task(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
     return _beginning(begun, TASKS)
 
 

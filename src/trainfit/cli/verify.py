@@ -178,7 +178,6 @@ def of_run(folder: Path) -> Verified:
 
 
 def of_command(command: str, seen: Observed) -> Verified:
-    """Receipt of an observed command."""
     from trainfit.measuring.machine_rates import remembered_rates
     from trainfit.measuring.what_if import what_if
 

@@ -132,12 +132,10 @@ class ClassifierTask:
         return self._target.loss(model(**inputs), labels, weights)
 
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
-        """Metrics on the validation part."""
         found = self.outputs(model, batch_size)
         return self._target.evaluate(self._validation.truth, found)
 
     def outputs(self, model: nn.Module, batch_size: int) -> Outputs:
-        """Probabilities or numbers of the validation part."""
         return predict(model, self._validation, batch_size, self._pad_id, self._target)
 
 

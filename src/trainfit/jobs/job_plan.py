@@ -80,7 +80,8 @@ def plan(
 
     name = name_of(task)
     check_job(name)
-    composed = compose(name, with_model(overrides, model))
+    named = () if model is None else (as_word("model.name", model),)
+    composed = compose(name, (*overrides, *named))
     composed = fit_to_data(composed, None if gpu is None else find(gpu))
     if name in _FACTORIES:
         asked = question(composed, lengths, watts, price_per_hour)
@@ -281,11 +282,6 @@ def gpt_sizes(model: GptModel) -> dict[str, Any]:
 def _positive(name: str, value: float | None) -> None:
     if value is not None and not value > 0:
         raise BadInput(f"{name} is {value}", "give a number above 0")
-
-
-def with_model(overrides: Sequence[str], model: str | None) -> list[str]:
-    """The overrides, with the model that was named beside them."""
-    return [*overrides, *([] if model is None else [as_word("model.name", model)])]
 
 
 def _method(model: Any) -> Any:

@@ -308,7 +308,6 @@ class OwnTask:
         self.indivisible = prepared.job.indivisible
 
     def build_model(self) -> nn.Module:
-        """Return a new model."""
         return self._build()
 
     def lengths(self) -> Sequence[int]:

@@ -180,7 +180,6 @@ def quantized_linear(
 def quantized_linear_backward(
     gradient: Tensor, codes: Tensor, scales: Tensor, coarse: Tensor | None, shape: Sequence[int]
 ) -> Tensor:
-    """The gradient of `x`."""
     weight = _widen(Packed(codes, scales, coarse), shape, gradient.dtype)
     rows = gradient.reshape(-1, shape[0]) @ weight
     return rows.view(*gradient.shape[:-1], shape[1])

@@ -50,7 +50,6 @@ def setup_section(run: RunFiles) -> Section:
 
 
 def device_of(run: RunFiles) -> str:
-    """Name of the device."""
     if (setup := run.parts[0].setup) is not None:
         return setup.device_words
     if run.hardware and run.hardware.gpus:
@@ -357,7 +356,6 @@ def receipt_section(run: RunFiles) -> Section | None:
 
 
 def events_section(run: RunFiles) -> Section:
-    """Table of all events."""
     rows = [
         (part.name, event.step, shown(event.seconds, "duration"), event.kind, event.text)
         for part in run.parts

@@ -202,7 +202,6 @@ def check_root(root: Path) -> None:
 
 
 def written_config(config: Any) -> str:
-    """The text of config.json."""
     return codec.dumps(redact_values(codec.encode(config))) + "\n"
 
 

@@ -72,7 +72,6 @@ class BatchSizeJob:
 
     @property
     def asked(self) -> RowRange:
-        """Range of rows for the search."""
         most = {} if self.at_most is None else {"at_most": self.at_most}
         return RowRange(at_least=self.at_least, share=self.margin, **most)
 
