@@ -16,7 +16,6 @@ from trainfit.doctor.finding import Finding, MachineFacts, gather, is_healthy
 from trainfit.doctor.machine_checks import examine
 from trainfit.doctor.run_checks import examine_run
 from trainfit.doctor.signs import diagnose_text, read_log
-from trainfit.runs import run_folder
 
 __all__ = [
     "Finding",
@@ -37,10 +36,12 @@ class _Doctor(ModuleType):
         self, *, log: str | Path | None = None, run: str | Path | type | None = None
     ) -> tuple[Finding, ...]:
         """Find the faults of this machine, of a log or of a run, the worst first."""
+        from trainfit.runs import run_folder
+
         if log is not None:
             return read_log(Path(log))
         if run is not None:
-            return examine_run(run_folder.find(run))
+            return examine_run(run_folder.find(run, Path("runs")))
         return examine(gather())
 
 

@@ -42,7 +42,7 @@ from trainfit.jobs.registry import Job, is_greater_better
 from trainfit.jobs.run import Prepared, Run
 from trainfit.jobs.run import train as train
 from trainfit.packing import deal_steps, ladder
-from trainfit.planning.estimator.fake_values import on_meta
+from trainfit.planning.estimator.meta_device import on_meta
 from trainfit.planning.question import Pin, Question
 from trainfit.planning.savers import saver_settings
 from trainfit.runs import timeline
@@ -308,6 +308,7 @@ class OwnTask:
         self.indivisible = prepared.job.indivisible
 
     def build_model(self) -> nn.Module:
+        """Return a new model."""
         return self._build()
 
     def lengths(self) -> Sequence[int]:

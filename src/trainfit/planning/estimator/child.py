@@ -31,8 +31,8 @@ from trainfit.core.libraries import hide_unused, unhide
 from trainfit.planning.estimator import compiled_steps, fake_cuda
 from trainfit.planning.estimator.allocator import Event, replay
 from trainfit.planning.estimator.estimate import PROBES, Answer, Request, Room
-from trainfit.planning.estimator.fake_values import on_meta
 from trainfit.planning.estimator.kernel_buffers import Device
+from trainfit.planning.estimator.meta_device import on_meta
 from trainfit.planning.estimator.quick_fakes import QuickFakes
 from trainfit.planning.estimator.recorder import HANDLES, Recorder
 from trainfit.planning.estimator.step_time import Done

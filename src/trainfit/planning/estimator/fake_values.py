@@ -1,29 +1,18 @@
-"""Values of tensors that have no memory: on fakes, and on the meta device while a model is built.
-
-Functions that read a fake's values are answered with those that are known; sequences packed by
-lengths need them too. A constructor may ask for numbers that it computed with tensors, such as the
-rates of dropped paths (`torch.linspace(0, 0.1, depth).tolist()`). So small tensors of known values
-are computed on the CPU beside those on the meta device.
-"""
+"""Functions that read a tensor's values, and sequences packed by lengths, on fake tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import decompositions
-from torch.nn import init
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils._pytree import tree_iter, tree_map
 
 from trainfit.planning.estimator.recorder import Recorder
 from trainfit.planning.estimator.step_work import MAX_VALUES, attach, known
@@ -141,108 +130,3 @@ SEQUENCES: dict[str, Callable[..., Any]] = {
     "rnn_relu.data": _recurrent(decompositions.rnn_relu_data),
 }
 """Operations of torch on packed sequences that read the sizes by their address."""
-
-
-# ── models on the meta device ─────────────────────────────────────────────────────────────────────
-
-aten = torch.ops.aten
-_MOST_ON_META = 1 << 12
-"""Largest tensor whose values are computed."""
-_MADE = (torch.tensor, torch.as_tensor)
-"""Functions whose result is on the meta device before any operation is seen."""
-_FIXED = (
-    *(aten.arange, aten.linspace, aten.logspace, aten.eye),
-    *(aten.full, aten.zeros, aten.ones, aten.scalar_tensor),
-)
-"""Operations that make tensors of fixed values."""
-_CPU = torch.device("cpu")
-_VALUES, _STALE = "_trainfit_built", "_trainfit_stale"
-
-
-@contextmanager
-def on_meta() -> Iterator[None]:
-    """Build models on the meta device, uninitialised."""
-    values = _Values()  # type: ignore[no-untyped-call]
-    with torch.device("meta"), _Made(), values, _no_initialisation():
-        yield
-
-
-@contextmanager
-def _no_initialisation() -> Iterator[None]:
-    """Skip initialisation: weights need no values, and some initialisations fail on fakes."""
-    plain = {
-        name: each for name, each in vars(init).items() if name.endswith("_") and callable(each)
-    }
-    vars(init).update(dict.fromkeys(plain, lambda tensor, *_args, **_options: tensor))
-    try:
-        yield
-    finally:
-        vars(init).update(plain)
-
-
-class _Made(TorchFunctionMode):
-    """Note the values that torch.tensor is given."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func in _MADE and out.is_meta and not isinstance(args[0], Tensor):
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                _note(out, func(*args, **kwargs | {"device": _CPU}))
-        return out
-
-
-class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Compute small tensors of known values beside those on the meta device."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default or kwargs.get("device") == _CPU:
-            values = _computed(func, args, kwargs)
-            return func(*args, **kwargs) if values is None else values
-        out = func(*args, **kwargs)
-        made = [t for t in tree_iter(out) if isinstance(t, Tensor)]
-        few = all(t.numel() <= _MOST_ON_META for t in made)
-        values = _computed(func, args, kwargs) if few else None
-        found: list[Any] = [t for t in tree_iter(values) if isinstance(t, Tensor)]
-        for tensor, value in zip(made, found or [None] * len(made), strict=True):
-            _note(tensor, value)
-        return out
-
-
-def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Result of an operation on known values; None where they are not."""
-    given = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-    fixed = bool(given) or func._overloadpacket in _FIXED
-    if not fixed or torch.Tag.nondeterministic_seeded in func.tags:
-        return None
-    if any(t.is_meta and _known_on_meta(t) is None for t in given):
-        return None
-    args, kwargs = tree_map(_known_on_meta, (args, kwargs))
-    if "device" in kwargs:
-        kwargs = kwargs | {"device": _CPU}
-    elif not given:
-        return None
-    with _disable_current_modes():
-        return func(*args, **kwargs)
-
-
-def _known_on_meta(item: Any) -> Any:
-    if not isinstance(item, Tensor) or not item.is_meta:
-        return item
-    values = getattr(item, _VALUES, None)
-    return None if values is None or hasattr(values.untyped_storage(), _STALE) else values
-
-
-def _note(tensor: Tensor, values: Tensor | None) -> None:
-    """Keep the values of a tensor on the meta device; None: something unknown was written to it."""
-    if not tensor.is_meta:
-        return
-    if values is not None:
-        setattr(tensor, _VALUES, values)
-    elif hasattr(tensor, _VALUES):
-        setattr(getattr(tensor, _VALUES).untyped_storage(), _STALE, True)
