@@ -97,6 +97,17 @@ OWN_FACTORIES = (
     "trainfit.jobs.probes:gpt_trial",
 )
 """Factories that a file may name: they build a model and a step, and import nothing else."""
+_RENAMED_FACTORIES = {
+    "trainfit.tasks.encoder.probe:probe": "trainfit.jobs.probes:encoder_step",
+    "trainfit.tasks.encoder.trial:trial": "trainfit.jobs.probes:encoder_trial",
+    "trainfit.tasks.gpt.probe:probe": "trainfit.jobs.probes:gpt_step",
+    "trainfit.tasks.gpt.trial:trial": "trainfit.jobs.probes:gpt_trial",
+    "trainfit.jobs.encoder_trial:encoder_trial": "trainfit.jobs.probes:encoder_trial",
+    "trainfit.jobs.gpt_trial:gpt_trial": "trainfit.jobs.probes:gpt_trial",
+    "trainfit.jobs.trials:encoder_trial": "trainfit.jobs.probes:encoder_trial",
+    "trainfit.jobs.trials:gpt_trial": "trainfit.jobs.probes:gpt_trial",
+}
+"""Former names of the factories, as in plans of version 0.1 and in recorded measurements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +121,9 @@ class TaskSpec(Record):
     """True if read from a file, which is not trusted: only trainfit's factories are imported."""
 
     def from_a_file(self) -> Self:
-        """Mark the task as read from a file."""
-        return replace(self, from_file=True)
+        """Mark the task as read from a file, and translate a factory's name of version 0.1."""
+        factory = _RENAMED_FACTORIES.get(self.factory, self.factory)
+        return replace(self, factory=factory, from_file=True)
 
     def check(self) -> Self:
         """Return the task, or raise BadInput for a foreign factory that a file named."""
