@@ -89,7 +89,7 @@ def truth(job: BatchSizeJob) -> dict[str, Any]:
     if not CUDA:
         return largest_by_bisection(lambda rows: _predicted_to_fit(job, rows))
     from trainfit.runtime import applied
-    from trainfit.tuning.probe_device import Steps, device_for_probes
+    from trainfit.tuning.trial import Steps, device_for_probes
 
     assert job.factory is not None
     with applied(job.runtime), device_for_probes():

@@ -21,7 +21,7 @@ from trainfit.jobs import probes as gpt_probe
 from trainfit.jobs.job_plan import plan
 from trainfit.jobs.tuned_plans import find_batch_size, job_of
 from trainfit.planning.estimator.estimate import GIB, Request, Target, ask, told
-from trainfit.tuning import finder, probe_device
+from trainfit.tuning import finder, trial
 from trainfit.tuning.finder import BatchSizeFound, BatchSizeJob, cuts, find, page
 from trainfit.tuning.growth import Measured
 
@@ -193,7 +193,7 @@ def test_a_function_is_probed_and_others_are_told(monkeypatch):
     here = as_if(trainfit.lookup("NVIDIA H200"))
     gpu = replace(here.gpus[0], state=replace(here.gpus[0].state, memory_used_by_others_gib=3.0))
     fake = FakeGpu(8 * GIB, 2 * GIB, 0.05 * GIB)
-    monkeypatch.setattr(probe_device, "measure_on", lambda *_: fake.measure)
+    monkeypatch.setattr(trial, "measure_on", lambda *_: fake.measure)
     job = BatchSizeJob(make=lambda _rows: lambda: None, width=128, effective_batch_size=250)
     found = finder._on_gpu(job, replace(here, gpus=(gpu,)), fake, 0.0)
     assert abs(found.largest_rows - 120) <= 1
@@ -216,7 +216,7 @@ def test_a_function_is_probed_and_others_are_told(monkeypatch):
 def test_a_task_spec_that_cannot_be_predicted_is_probed_all_the_same(monkeypatch):
     here = as_if(trainfit.lookup("NVIDIA H200"))
     fake = FakeGpu(8 * GIB, 2 * GIB, 0.05 * GIB)
-    monkeypatch.setattr(probe_device, "measure_on", lambda *_: fake.measure)
+    monkeypatch.setattr(trial, "measure_on", lambda *_: fake.measure)
     job = BatchSizeJob(factory="trainfit.core.errors:BadInput")
     found = finder._on_gpu(job, replace(here, gpus=here.gpus), fake, 0.0)
     assert abs(found.largest_rows - 120) <= 1
@@ -233,7 +233,7 @@ def seen_rows(monkeypatch, arguments):
         return plain(model, optimizer, loss, batches, weight, **more)
 
     monkeypatch.setattr(gpt_probe, "plain_step", noting)
-    steps = probe_device.Steps(PROBE, arguments, device="cpu")
+    steps = trial.Steps(PROBE, arguments, device="cpu")
     for rows in (1, 3):
         steps(rows)()
     return steps, seen

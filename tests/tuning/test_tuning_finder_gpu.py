@@ -14,7 +14,7 @@ from trainfit.engine.optimizer import take_workspaces
 from trainfit.jobs.job_plan import plan
 from trainfit.jobs.tuned_plans import job_of
 from trainfit.tuning.finder import BatchSizeJob, find
-from trainfit.tuning.probe_device import Steps, device_for_probes
+from trainfit.tuning.trial import Steps, device_for_probes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import click
 
+from trainfit.core import files
+from trainfit.core.errors import BadInput, reason
+
 STANDARD_INPUT = Path("-")
 
 
@@ -27,8 +30,6 @@ def read_words(
 
 def read_items(path: Path, column: str) -> list[Any]:
     """Items for a job of the user's own: the values of a JSONL file, or the texts of a table."""
-    from trainfit.core.errors import BadInput
-
     if column == "auto" and path.suffix in (".jsonl", ".ndjson"):
         items = []
         # Lines end with \n alone: JSON may hold U+2028, at which splitlines() would cut it.
@@ -43,9 +44,6 @@ def read_items(path: Path, column: str) -> list[Any]:
 
 
 def _whole(path: Path) -> str:
-    from trainfit.core import files
-    from trainfit.core.errors import BadInput, reason
-
     try:
         return files.read_text(path, most=4 << 30, errors="replace")
     except (OSError, ValueError) as error:
@@ -85,7 +83,6 @@ def is_lines(path: Path) -> bool:
 
 def read_lines_of(path: Path) -> tuple[str, ...]:
     """Read a text per line, of a file or, for -, of standard input."""
-    from trainfit.core.errors import BadInput
     from trainfit.data.row_files import read_lines
 
     if path != STANDARD_INPUT:

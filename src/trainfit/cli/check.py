@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from trainfit.core import codec
+from trainfit.core.errors import BadInput, TrainfitError
+from trainfit.core.records import Note
+from trainfit.runs import run_folder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,7 +36,6 @@ if TYPE_CHECKING:
 )
 def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
     """Hardware, what it supports, and the settings to start from."""
-    from trainfit.core.errors import BadInput
     from trainfit.hardware.catalogue import find, gpus
     from trainfit.measuring import remembered
     from trainfit.planning.cpu_choice import dismissed, start_ahead
@@ -69,7 +72,6 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
 
 def _recommended(profile: HardwareProfile) -> Recommendation | None:
     """Settings to start from; None, with a note, where no plan can be made."""
-    from trainfit.core.errors import TrainfitError
     from trainfit.jobs import tuned_plans
     from trainfit.reports import terminal
 
@@ -82,9 +84,6 @@ def _recommended(profile: HardwareProfile) -> Recommendation | None:
 
 
 def _profile(gpu: str | None) -> HardwareProfile:
-    from dataclasses import replace
-
-    from trainfit.core.records import Note
     from trainfit.hardware import as_if, detect
     from trainfit.hardware.catalogue import find
 
@@ -148,7 +147,6 @@ def doctor(log: Path | None, run: str | None, as_json: bool) -> int:
 
 
 def _find(log: Path | None, run: str | None) -> tuple[Finding, ...]:
-    from trainfit.core.errors import BadInput
     from trainfit.doctor import examine, examine_run, gather, read_log
     from trainfit.reports import terminal
 
@@ -157,9 +155,7 @@ def _find(log: Path | None, run: str | None) -> tuple[Finding, ...]:
     if log is not None:
         return read_log(log)
     if run is not None:
-        from trainfit.runs import run_folder
-
-        return examine_run(run_folder.find(run, Path("runs")))
+        return examine_run(run_folder.find(run))
     with terminal.busy("looking at the machine"):
         return examine(gather())
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from contextlib import nullcontext
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainfit.cli.job_words import JobCommand, config_option, job_options
-from trainfit.cli.main import loading
+from trainfit.cli.main import INTERRUPTED, loading
 from trainfit.cli.ranks import workers_of
 from trainfit.core import codec
+from trainfit.core.errors import BadInput
 from trainfit.core.libraries import HPO, need
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from trainfit.hpo.objective import Objective
     from trainfit.hpo.studies import OpenStudy, StudySettings
@@ -81,10 +84,6 @@ def _search(
     others: float | None,
     beside: float | None,
 ) -> int:
-    import time
-
-    from trainfit.cli.main import INTERRUPTED
-
     begun = time.perf_counter()
     with loading():
         from trainfit.cli.pages import study_page
@@ -133,19 +132,10 @@ def _objective(setting: StudySettings) -> Callable[[], Objective]:
 
 def _run(opened: OpenStudy, objective: Callable[[], Objective], workers: int) -> str:
     """Run the trials here, in several processes, or (0) in as many as gain on this GPU."""
-    import os
-
     from trainfit.cli.pages import Board
     from trainfit.hpo.outcome import status_of
     from trainfit.hpo.side_by_side import work_side_by_side
-    from trainfit.hpo.workers import (
-        check_gpu_room,
-        others_on,
-        run_fleet,
-        run_trial,
-        seats,
-        work,
-    )
+    from trainfit.hpo.workers import check_gpu_room, others_on, run_fleet, run_trial, seats, work
     from trainfit.jobs.job_plan import machine
     from trainfit.reports import terminal
 
@@ -171,7 +161,6 @@ def _work(
     opened: OpenStudy, objective: Objective, parent: int, share: float, used: float | None
 ) -> int:
     """Be one of several workers; a helper of a worker where `used` is given."""
-    from trainfit.cli.main import INTERRUPTED
     from trainfit.hpo.objective import GpuShare
     from trainfit.hpo.workers import run_trial, work
 
@@ -279,7 +268,6 @@ def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: b
     configuration, such as optimization.compile=true training.num_epochs=20, and train another.
     """
     need("hpo", *HPO)
-    from trainfit.cli.main import INTERRUPTED
     from trainfit.cli.pages import final_score
     from trainfit.hpo.outcome import finish
     from trainfit.hpo.storage import reading_study, using_database
@@ -316,10 +304,6 @@ def _storage_word(
 
 
 def _default_storage() -> str:
-    import os
-    from pathlib import Path
-
-    from trainfit.core.errors import BadInput
     from trainfit.hpo.studies import STORAGE, default_storage
 
     if not os.environ.get(STORAGE) and not Path("runs/hpo.db").is_file():

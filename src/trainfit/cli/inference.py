@@ -24,6 +24,10 @@ from trainfit.cli.asked_texts import (
     tell_skipped,
 )
 from trainfit.cli.main import MANY, SEED, Number, loading
+from trainfit.core.errors import BadInput, RunFailed, printable
+from trainfit.core.files import check_output, write_output
+from trainfit.core.libraries import ONNX, need
+from trainfit.runs import run_folder
 
 
 @click.command()
@@ -38,10 +42,7 @@ from trainfit.cli.main import MANY, SEED, Number, loading
     help="A text to classify, may repeat; for a job of yours, an item as JSON or text.",
 )
 @click.option(
-    "--second",
-    "seconds",
-    multiple=True,
-    help="The second text of a pair, as often as --text.",
+    "--second", "seconds", multiple=True, help="The second text of a pair, as often as --text."
 )
 @click.option("--run", "folder", metavar="RUN", help="A run of module:Class; else its newest.")
 @click.option("--criterion", help="Ask about one criterion: its code, such as A.4, or a text.")
@@ -90,9 +91,7 @@ def predict(
     spaces, a file of texts or of lists of words, or a CoNLL file. RUN may be module:Class, a job of
     yours.
     """
-    from trainfit.core.errors import BadInput
     from trainfit.reports import terminal
-    from trainfit.runs import run_folder
 
     if sum(bool(given) for given in (texts, path, file)) != 1:
         raise BadInput("give one of --text and a file", "- reads a text per line from a pipe")
@@ -101,7 +100,7 @@ def predict(
         raise BadInput(counts, "give as many of each, or a file with two columns of texts")
     path = path or file
     form = _form(output, form, as_json)
-    place = run_folder.find(folder or run, Path("runs"))
+    place = run_folder.find(folder or run)
     exports = [] if ":" in run else run_folder.exports_of(place)
     columns = {"text": text_column}
     facts = run_folder.export_facts(exports[0]) if exports else {}
@@ -145,9 +144,6 @@ def predict(
 
 def _form(output: Path | None, form: str | None, as_json: bool) -> str | None:
     """Return the asked form, or raise BadInput where it or the file cannot be written."""
-    from trainfit.core.errors import BadInput
-    from trainfit.core.files import check_output
-
     if output is not None and output.suffix not in (".csv", ".json"):
         raise BadInput(f"--output {output}", "end its name in .csv or .json")
     if output is not None:
@@ -159,8 +155,6 @@ def _form(output: Path | None, form: str | None, as_json: bool) -> str | None:
 
 def _give(rows: Sequence[Any], output: Path | None, form: str | None) -> None:
     """Write the rows to a file, or print them."""
-    from trainfit.core.files import write_output
-
     if output is None:
         _print(rows, form or ("table" if sys.stdout.isatty() else "json"))
         return
@@ -186,14 +180,10 @@ def _print(rows: Sequence[Any], form: str) -> None:
 
 def _shown(text: str) -> str:
     """Return the text as it is for a file or a program, and readable in a terminal."""
-    from trainfit.core.errors import printable
-
     return printable(text) if sys.stdout.isatty() else text
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    from trainfit.core.errors import BadInput
-
     text = io.StringIO()
     if not all(isinstance(row, dict) for row in rows):
         raise BadInput("the answers have no names for columns", "write JSON instead of CSV")
@@ -235,9 +225,8 @@ def sample(
     best checkpoint.
     """
     from trainfit.reports import terminal
-    from trainfit.runs import run_folder
 
-    place = run_folder.find(run, Path("runs"))
+    place = run_folder.find(run)
     with loading():
         from trainfit.jobs.gpt import open_writer
     with terminal.busy("writing"):
@@ -268,14 +257,11 @@ def export(run: str, onnx: bool, hub: str | None, as_json: bool) -> None:
     RUN is the folder of a finished run of a classifier. --onnx adds a file to its export, or to
     that of each fold. --push-to-hub uploads the files of the export, with ONNX where it is there.
     """
-    from trainfit.core.errors import BadInput
-    from trainfit.core.libraries import ONNX, need
     from trainfit.data.hub import check_push
-    from trainfit.runs import run_folder
 
     if not onnx and hub is None:
         raise BadInput("nothing to export", "give --onnx or --push-to-hub OWNER/NAME")
-    place = run_folder.find(run, Path("runs"))
+    place = run_folder.find(run)
     exports = run_folder.exports_of(place)
     if onnx:
         need("--onnx", *ONNX)
@@ -310,8 +296,6 @@ def _write_onnx(exports: Sequence[Path]) -> list[str]:
 
 def _only(exports: Sequence[Path]) -> Path:
     """Return the only export, or raise BadInput for those of folds."""
-    from trainfit.core.errors import BadInput
-
     if len(exports) > 1:
         what = f"{exports[0].parent.parent} has {len(exports)} models, one of each fold"
         raise BadInput(what, "push that of a run without cv.folds")
@@ -320,10 +304,8 @@ def _only(exports: Sequence[Path]) -> Path:
 
 def push_run(run: Path, hub: str) -> str:
     """Upload the export of a run; return the address of the model. A failure spoils no run."""
-    from trainfit.core.errors import RunFailed
     from trainfit.data.hub import push_files
     from trainfit.reports import terminal
-    from trainfit.runs import run_folder
 
     folder = _only(run_folder.exports_of(run))
     with loading():
@@ -339,7 +321,6 @@ def push_run(run: Path, hub: str) -> str:
 
 def check_push_of(task: str, config: Any, hub: str) -> None:
     """Raise BadInput, before anything is trained, if the model could not be pushed to the hub."""
-    from trainfit.core.errors import BadInput
     from trainfit.data.hub import check_push
 
     if task == "gpt" or ":" in task:

@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import click
 
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, brief, did_you_mean, nearest, redact_word
+from trainfit.core.files import check_output, write_output
 from trainfit.core.settings import SETTINGS
 
 
@@ -181,11 +182,10 @@ class _Task(click.types.StringParamType):
 
 def task_argument(**more: Any) -> Callable[[Any], Any]:
     """Argument TASK with completion."""
-    return click.argument("task", type=_Task(), shell_complete=complete_task, **more)
+    return click.argument("task", type=_Task(), shell_complete=_complete_task, **more)
 
 
-def complete_task(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
-    """Tasks that begin with `begun`."""
+def _complete_task(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
     return _beginning(begun, TASKS)
 
 
@@ -225,8 +225,6 @@ def _values(task: str, key: str) -> list[str]:
 
 def _words(kind: Any) -> list[Any]:
     """The fixed values of a type: choices, true and false, null."""
-    from typing import Annotated, Literal, get_args, get_origin
-
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     if kind is bool:
@@ -306,7 +304,6 @@ def init(task: str, output: Path | None) -> None:
     """
     from trainfit.conf.composition import schema_of
     from trainfit.conf.starting import starting_file
-    from trainfit.core.files import check_output, write_output
 
     schema_of(task)
     path = check_output(output or Path(f"{task}.yaml"))

@@ -67,7 +67,6 @@ class _TimeBar(Progress):
 
 
 def trial_line(trial: Trial) -> str:
-    """A trial in one line."""
     what = describe(trial.settings)
     if trial.samples_per_second is None:
         return f"{what}: {trial.status}" + (f" ({trial.note})" if trial.note else "")
@@ -256,7 +255,6 @@ _ENDED = ("complete", "pruned", "fail")
 
 
 def study_trial_line(row: TrialRow) -> str:
-    """A trial in one line."""
     value = "" if row.value is None else f" {row.value:.4f}"
     reason = f" ({row.reason})" if row.reason else ""
     took = "" if row.seconds is None else f" in {duration(row.seconds)}"
@@ -290,7 +288,6 @@ def final_score(metric: str) -> str:
 
 
 def status_page(status: StudyStatus) -> RenderableType:
-    """Page of a study with its trials."""
     counts = ", ".join(f"{count} {state}" for state, count in status.counts.items())
     table = Table(box=None, pad_edge=False)
     for name in ("trial", "state", status.metric, "time", "parameters"):
@@ -310,7 +307,6 @@ def status_page(status: StudyStatus) -> RenderableType:
 
 
 def studies_page(found: list[StudyStatus]) -> RenderableType:
-    """Table of all studies of a storage."""
     if not found:
         return Text("No study yet: trainfit hpo TASK begins one")
     table = terminal.table(left=("study", "task", "finished", "best", "metric", "left"))
@@ -328,7 +324,6 @@ def studies_page(found: list[StudyStatus]) -> RenderableType:
 
 
 def study_page(result: StudyResult, folder: str, again: str) -> RenderableType:
-    """Page of a study's result."""
     best = result.best
     if best is None:
         return Text(f"Stopped. The same command continues: {again}")

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainfit.cli.job_words import job_command
-from trainfit.cli.main import ABOVE_0
+from trainfit.cli.main import ABOVE_0, INTERRUPTED
 from trainfit.core import codec
+from trainfit.core.errors import BadInput
+from trainfit.core.files import write_output
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
@@ -67,11 +69,9 @@ def command(
     _check_words(task, gpu)
     from trainfit.conf import compose
     from trainfit.conf.starting import with_file
-    from trainfit.core.errors import BadInput
     from trainfit.hardware.catalogue import find
     from trainfit.jobs import job_plan
-    from trainfit.jobs.configuration import check_data
-    from trainfit.jobs.data_choices import fit_to_data
+    from trainfit.jobs.configuration import check_data, fit_to_data
     from trainfit.jobs.known_data import settle_sources
     from trainfit.planning import planner
     from trainfit.reports import plan_page as page
@@ -131,8 +131,6 @@ def _check_words(task: str, gpu: str | None) -> None:
 
 def _counted(gpus: str | None) -> tuple[int, int]:
     """Read machines and GPUs of each; 1 and 0 where nothing was asked."""
-    from trainfit.core.errors import BadInput
-
     if gpus is None:
         return 1, 0
     found = re.fullmatch(r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,4})", gpus)
@@ -187,7 +185,6 @@ def _compare(composed: Composed, watts: float | None, price: float | None, form:
 
 
 def _draw(path: Path, plan: Plan, points: Any) -> None:
-    from trainfit.core.errors import BadInput
     from trainfit.reports.plots import memory_plot, write_plot
 
     if plan.memory is None:
@@ -239,7 +236,6 @@ def tune(
     job's own loop on synthetic tokens of its lengths, in processes of their own.
     """
     from trainfit.conf.starting import with_file
-    from trainfit.core.errors import BadInput
     from trainfit.jobs.registry import check_job
 
     if ladder and batch_size_only:
@@ -273,7 +269,6 @@ def _job(task: str, words: tuple[str, ...]) -> JobQuestion:
 
 
 def _tune(job: JobQuestion, minutes: float | None, as_json: bool, output: Path | None) -> int:
-    from trainfit.cli.main import INTERRUPTED
     from trainfit.cli.pages import trial_line, tune_page, watched
     from trainfit.jobs.tuned_plans import MINUTES, tune
     from trainfit.reports import terminal
@@ -290,7 +285,6 @@ def _tune(job: JobQuestion, minutes: float | None, as_json: bool, output: Path |
 
 
 def _ladder(job: JobQuestion, minutes: float | None, as_json: bool, output: Path | None) -> int:
-    from trainfit.cli.main import INTERRUPTED
     from trainfit.cli.pages import ladder_page, step_line, watched, write_ladder
     from trainfit.jobs.job_plan import with_tuned
     from trainfit.jobs.tuned_plans import trial_task
@@ -335,8 +329,6 @@ def _batch_size(job: JobQuestion, as_json: bool, output: Path | None) -> int:
 
 def _hand_out(data: dict[str, Any], as_json: bool, output: Path | None) -> None:
     """Print the data as JSON, write it to a file, or do both."""
-    from trainfit.core.files import write_output
-
     text = codec.for_programs(data)
     if output is not None:
         write_output(output, text + "\n")

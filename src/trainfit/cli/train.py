@@ -13,8 +13,12 @@ import click
 
 from trainfit.cli.inference import check_push_of, push_option, push_run
 from trainfit.cli.job_words import job_command
-from trainfit.cli.main import SEED, Number
+from trainfit.cli.main import INTERRUPTED, SEED, Number, loading
 from trainfit.cli.ranks import AskedRanks, launch, rank_options
+from trainfit.core import codec
+from trainfit.core.errors import BadInput, TrainfitError, brief
+from trainfit.core.files import read_text
+from trainfit.runs import run_folder, timeline
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
@@ -68,8 +72,6 @@ def prepare(
     TASK is gpt. A tokenizer is learned from the corpus, or given. Further files and folders may
     follow the first after --input.
     """
-    from trainfit.core import codec
-    from trainfit.core.errors import BadInput
     from trainfit.data.token_preparation import Preparation, prepare_tokens
 
     if task != "gpt":
@@ -108,8 +110,6 @@ def prepare(
 
 def _unescaped(separator: str) -> str:
     """Separator with typed escapes replaced by their characters."""
-    from trainfit.core.errors import BadInput, brief
-
     try:
         found = separator.encode("latin-1", "backslashreplace").decode("unicode_escape")
         found.encode()  # \\ud800 is no character
@@ -181,7 +181,6 @@ def command(
     Without data of yours a small model trains on synthetic data, or for gpt on the source of
     Python's standard library.
     """
-    from trainfit.cli.main import INTERRUPTED, loading
     from trainfit.conf.starting import with_file
     from trainfit.jobs.job_plan import plan_ahead
     from trainfit.jobs.registry import check_job, job_module
@@ -199,7 +198,6 @@ def command(
     with loading():
         from trainfit.jobs import job_times
         from trainfit.reports import training_lines
-        from trainfit.runs import timeline
 
         job = job_module(task)
     for note in composed.notes if first else ():
@@ -226,9 +224,7 @@ def _composed(
     task: str, overrides: tuple[str, ...], resume: str | None
 ) -> tuple[Composed, Path | None]:
     """Return the configuration of a new run, or that of the run to resume and its folder."""
-    from trainfit.core.errors import BadInput
     from trainfit.jobs.configuration import configure, configured_by
-    from trainfit.runs import run_folder
 
     if resume is None or resume == "auto":
         composed = configure(task, overrides)
@@ -237,14 +233,12 @@ def _composed(
     if overrides:
         fix = "a run continues with its own configuration: leave it out"
         raise BadInput(f"--resume with {overrides[0]}", fix)
-    run = run_folder.find(resume, Path("runs"))
+    run = run_folder.find(resume)
     return configured_by(run, task), run
 
 
 def _left_run(composed: Composed) -> Path | None:
     """Find the newest run of this configuration that has not ended."""
-    from trainfit.core.files import read_text
-    from trainfit.runs import run_folder
 
     def is_same(path: Path) -> bool:
         with suppress(OSError, ValueError):  # a damaged file of another run
@@ -264,7 +258,6 @@ def _left_run(composed: Composed) -> Path | None:
 
 def report_on(run: str, as_json: bool) -> None:
     """End with the path of the run's page; a page that cannot be written spoils no run."""
-    from trainfit.core.errors import TrainfitError
     from trainfit.reports import terminal
 
     try:
@@ -279,7 +272,6 @@ def report_on(run: str, as_json: bool) -> None:
 
 
 def _dry_run(job: Any, composed: Composed, as_json: bool) -> None:
-    from trainfit.core import codec
     from trainfit.jobs.job_plan import machine
     from trainfit.jobs.tuned_plans import make_plan
     from trainfit.reports import plan_page as page
@@ -374,13 +366,9 @@ def watch(run: str | None, once: bool, every: float, as_json: bool) -> int:
 
 
 def _find(run: str | None) -> Path:
-    from trainfit.core.errors import BadInput
-    from trainfit.runs import run_folder
-
-    root = Path("runs")
     if run is not None:
-        return run_folder.find(run, root)
-    found = [path.parent for path in root.glob("*/run.json")]
+        return run_folder.find(run)
+    found = [path.parent for path in run_folder.ROOT.glob("*/run.json")]
     if not found:
-        raise BadInput(f"there is no run in {root}", "say which one: trainfit watch RUN")
+        raise BadInput(f"there is no run in {run_folder.ROOT}", "say which one: trainfit watch RUN")
     return max(found, key=lambda folder: folder.stat().st_mtime)

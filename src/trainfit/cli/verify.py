@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainfit.core import codec
+from trainfit.core.errors import BadInput, redact, redact_words
+from trainfit.core.files import write_output
+from trainfit.core.records import Receipt
+from trainfit.runs import run_folder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -59,9 +63,6 @@ def command(
     trainfit verify -- python train.py …; it runs as it is, and its exit code is kept. With --json
     or --markdown its own output goes to the standard error.
     """
-    from trainfit.core.errors import BadInput
-    from trainfit.runs import run_folder
-
     if as_json and markdown:
         raise BadInput("--json and --markdown were both given", "give one of them")
     if (run is None) == (words is None):
@@ -70,7 +71,7 @@ def command(
     if words is not None:
         code, verified = _observe(words, quiet=(as_json or markdown) and output is None)
     else:
-        verified = of_run(run_folder.find(str(run), Path("runs")))
+        verified = of_run(run_folder.find(str(run)))
     if verified is None:
         return code or 1
     text: Any = None
@@ -84,7 +85,6 @@ def command(
 
 
 def _show(verified: Verified, text: str | None, output: Path | None) -> None:
-    from trainfit.core.files import write_output
     from trainfit.reports import terminal
 
     if output is not None:
@@ -97,7 +97,6 @@ def _show(verified: Verified, text: str | None, output: Path | None) -> None:
 
 
 def _observe(words: list[str], *, quiet: bool) -> tuple[int, Verified | None]:
-    from trainfit.core.errors import BadInput, redact, redact_words
     from trainfit.measuring.observe import run_observed
 
     if not words:
@@ -129,7 +128,6 @@ def run(
     compiled blocks (compile) and take AdamW's fused kernel (fused). TF32 (tf32) rounds differently
     and must be named with --only. The exit code is the script's.
     """
-    from trainfit.core.errors import BadInput
     from trainfit.integrations.script_hooks import chosen, run_sped_up
 
     if stray:
@@ -180,8 +178,6 @@ def of_run(folder: Path) -> Verified:
 
 
 def of_command(command: str, seen: Observed) -> Verified:
-    """Receipt of an observed command."""
-    from trainfit.core.records import Receipt
     from trainfit.measuring.machine_rates import remembered_rates
     from trainfit.measuring.what_if import what_if
 

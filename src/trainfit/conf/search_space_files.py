@@ -15,19 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any, Literal
 
+from trainfit.conf import composition
 from trainfit.conf.aliases import Name, Share, Steps
-from trainfit.conf.composition import (
-    as_word,
-    choose,
-    group_folder,
-    hydra_files,
-    key_for,
-    key_type,
-    keys,
-    parse_word,
-    schema_of,
-    study_of,
-)
 from trainfit.core import codec
 from trainfit.core.codec import Length, Range
 from trainfit.core.errors import BadConfig, BadInput, brief, did_you_mean
@@ -111,14 +100,14 @@ def compose_study(task: str, words: Sequence[str], otherwise: str = "default") -
 
     `otherwise` is the file of hpo/ to take where the words name none.
     """
-    schema_of(task)
+    composition.schema_of(task)
     chosen, settings, sweeps, job, problems = _sorted_words(task, words)
-    data = _shipped(task, chosen or otherwise) | dict(study_of(task)) | settings
+    data = _shipped(task, chosen or otherwise) | dict(composition.study_of(task)) | settings
     try:
         hpo = codec.decode(HpoConfig, data, "hpo")
     except BadInput as error:
         raise BadConfig([*problems, *getattr(error, "problems", (error,))]) from None
-    fixed = {key_for(task, word.partition("=")[0]) for word in job}
+    fixed = {composition.key_for(task, word.partition("=")[0]) for word in job}
     space = {k: d for k, d in hpo.space.items() if k not in fixed} | sweeps
     problems += [p for name, one in space.items() if (p := _fault(task, name, one)) is not None]
     if not space:
@@ -126,7 +115,7 @@ def compose_study(task: str, words: Sequence[str], otherwise: str = "default") -
         problems.append(BadInput("the search space is empty", fix))
     if problems:
         raise problems[0] if len(problems) == 1 else BadConfig(problems)
-    first = [as_word(k, v) for k, v in hpo.config.items() if k not in fixed]
+    first = [composition.as_word(k, v) for k, v in hpo.config.items() if k not in fixed]
     notes = [f"{key} is given: it is not searched" for key in hpo.space if key in fixed]
     return StudyWords(hpo=replace(hpo, space=space), job=(*first, *job), notes=tuple(notes))
 
@@ -142,14 +131,14 @@ def _sorted_words(
     problems: list[BadInput] = []
     for word in words:
         try:
-            override = parse_word(word)
+            override = composition.parse_word(word)
             written = override.key_or_group
             if written == "hpo":
-                chosen = choose(task, "hpo", override.value())
+                chosen = composition.choose(task, "hpo", override.value())
             elif written.startswith("hpo."):
                 _set(settings, written.removeprefix("hpo."), override.value())
             elif override.is_sweep_override():
-                key = key_for(task, written) or written
+                key = composition.key_for(task, written) or written
                 sweeps[key] = _swept(override.value(), word)
             else:
                 job.append(word)
@@ -182,11 +171,11 @@ def _swept(sweep: Any, word: str) -> Dimension:
 
 def _fault(task: str, name: str, one: Dimension) -> BadInput | None:
     """Fault that makes a dimension impossible to search, or None."""
-    if name not in keys(task):
-        fix = did_you_mean(name, keys(task), f"`trainfit config {task}` shows the keys")
+    if name not in composition.keys(task):
+        fix = did_you_mean(name, composition.keys(task), f"`trainfit config {task}` shows the keys")
         return BadInput(f"unknown parameter {name} in the search space", fix)
-    if strange := [key for key in one.when if key not in keys(task)]:
-        fix = did_you_mean(strange[0], keys(task))
+    if strange := [key for key in one.when if key not in composition.keys(task)]:
+        fix = did_you_mean(strange[0], composition.keys(task))
         return BadInput(f"unknown key {strange[0]} in the condition of {name}", fix)
     if one.kind == "categorical":
         empty = BadInput(f"the search space of {name} has no choices", "give it some")
@@ -195,7 +184,6 @@ def _fault(task: str, name: str, one: Dimension) -> BadInput | None:
 
 
 def _range_fault(name: str, one: Dimension) -> BadInput | None:
-    """Fault in the ends of a range, or None."""
     if one.low is None or one.high is None:
         return BadInput(f"the search space of {name} has no low and high", "give both")
     if not math.isfinite(one.high - one.low):
@@ -224,7 +212,7 @@ def _refused(task: str, name: str, values: Sequence[Any]) -> BadInput | None:
     """Error for the first value that the key does not take, or None."""
     for value in values:
         try:
-            codec.decode(key_type(task, name), value)
+            codec.decode(composition.key_type(task, name), value)
         except BadInput as error:
             return BadInput(f"{name} is searched at {brief(json.dumps(value))}", error.fix)
     return None
@@ -232,4 +220,4 @@ def _refused(task: str, name: str, values: Sequence[Any]) -> BadInput | None:
 
 @cache
 def _shipped(task: str, name: str) -> dict[str, Any]:
-    return hydra_files(group_folder(task, "hpo"), name)[1]
+    return composition.hydra_files(composition.group_folder(task, "hpo"), name)[1]

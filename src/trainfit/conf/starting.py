@@ -86,7 +86,6 @@ def _comment(text: str, depth: int) -> Iterator[str]:
 
 
 def _plain(value: Any) -> str:
-    """Value in YAML."""
     dumped: str = yaml.safe_dump(value, default_flow_style=True).strip()
     return dumped.removesuffix("...").strip()
 

@@ -153,10 +153,7 @@ def for_programs(data: Any, indent: int | None = 2) -> str:
 
 
 def parse(
-    text: str,
-    pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
-    *,
-    missing: bool = False,
+    text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None, *, missing: bool = False
 ) -> Any:
     """Parse strict JSON text; ValueError for anything else, and for extreme values.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, Literal, Self
 
 from trainfit.core.errors import BadInput
@@ -106,7 +107,7 @@ _RENAMED_FACTORIES = {
     "trainfit.jobs.trials:encoder_trial": "trainfit.jobs.probes:encoder_trial",
     "trainfit.jobs.trials:gpt_trial": "trainfit.jobs.probes:gpt_trial",
 }
-"""Former names of the factories, as in plans of version 0.1."""
+"""Former names of the factories, as in plans of version 0.1 and in recorded measurements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,8 +134,6 @@ class TaskSpec(Record):
 
     def function(self) -> Callable[..., Any]:
         """Import the factory."""
-        from importlib import import_module
-
         self.check()
         module, _, name = self.factory.partition(":")
         try:
@@ -199,15 +198,15 @@ class MemoryEstimate(Record):
 class TimeEstimate(Record):
     """Estimated speed; a figure is None where no recording supports it."""
 
-    tokens_per_second: float | None
+    tokens_per_second: float | None = None
     """Tokens of the data per second, without filler and padding."""
-    samples_per_second: float | None
-    mfu: float | None
+    samples_per_second: float | None = None
+    mfu: float | None = None
     """Model FLOPs utilization: share of the dense peak spent on necessary operations."""
-    step_seconds: float | None
-    epoch_seconds: float | None
-    total_seconds: float | None
-    error_percent: float | None
+    step_seconds: float | None = None
+    epoch_seconds: float | None = None
+    total_seconds: float | None = None
+    error_percent: float | None = None
     """Error bound of nine in ten recorded steps; None: not recorded on this kind of GPU."""
     energy_kwh: float | None = None
     """Energy of the whole run, where the watts were given."""

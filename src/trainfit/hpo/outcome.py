@@ -11,6 +11,7 @@ import json
 import shlex
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ from trainfit.core.files import text_facts, write_whole
 from trainfit.core.records import Record
 from trainfit.hpo.objective import Objective, as_words
 from trainfit.hpo.side_by_side import SIDE_BY_SIDE, SideBySide
-from trainfit.hpo.studies import OpenStudy, configure
+from trainfit.hpo.studies import OpenStudy, configure, open_study, read_setting
 from trainfit.hpo.trial_queue import (
     FINISHED,
     FOLDS,
@@ -78,7 +79,6 @@ class StudyResult(Record):
 def search(task: str | type, *words: str) -> StudyResult:
     """Run the trials of a study in this process, and train its final model."""
     from trainfit.hpo.storage import using_database
-    from trainfit.hpo.studies import open_study, read_setting
     from trainfit.hpo.workers import run_trial, work
     from trainfit.jobs.registry import check_job, name_of
 
@@ -166,7 +166,8 @@ def summarise(open_study: OpenStudy, best: Best | None, seconds: float) -> Study
         side_by_side=None if beside is None else codec.decode(SideBySide, beside),
     )
     folder, metric = open_study.setting.folder, open_study.setting.hpo.metric
-    write_figures(folder, study_figures(open_study.study, metric))
+    figures = codec.encode(study_figures(open_study.study, metric))
+    write_whole(folder / "figures.json", json.dumps(figures, indent=2) + "\n")
     if best is not None:
         text = json.dumps(codec.encode(result), indent=2) + "\n"
         write_whole(folder / "result.json", text)
@@ -251,7 +252,6 @@ class StudyStatus(Record):
 
 
 def status_of(open_study: OpenStudy) -> StudyStatus:
-    """Read the status of a study."""
     setting, study = open_study.setting, open_study.study
     trials = study.get_trials(deepcopy=False)
     lost = {trial.number for trial in left_by_the_dead(study, open_study.database)}
@@ -263,16 +263,11 @@ def status_of(open_study: OpenStudy) -> StudyStatus:
         metric=setting.hpo.metric,
         direction=study.direction.name.lower(),
         wanted=setting.hpo.trials,
-        counts=count_states([row.state for row in rows]),
+        counts=dict(sorted(Counter(row.state for row in rows).items())),
         best=None if best is None else row_of(best),
         eta_seconds=_eta(trials, setting.hpo.trials, len(lost)),
         trials=rows,
     )
-
-
-def count_states(names: Sequence[str]) -> dict[str, int]:
-    """Number of trials by state."""
-    return {name: names.count(name) for name in dict.fromkeys(sorted(names))}
 
 
 def best_of(study: Study, trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
@@ -350,11 +345,6 @@ def study_figures(study: Study, metric: str) -> Figures:
         parallel=tuple({"number": t.number, "value": t.value, **t.params} for t in complete),
         curves={t.number: dict(t.intermediate_values) for t in trials if t.intermediate_values},
     )
-
-
-def write_figures(folder: Path, figures: Figures) -> None:
-    """Write figures.json."""
-    write_whole(folder / "figures.json", json.dumps(codec.encode(figures), indent=2) + "\n")
 
 
 def _history(study: Study, trials: Sequence[FrozenTrial]) -> list[Point]:

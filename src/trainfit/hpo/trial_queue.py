@@ -182,7 +182,6 @@ class TrialQueue:
             self.database.beat(trial._trial_id)
 
     def counts(self) -> Counter[TrialState]:
-        """Number of trials in each state."""
         return Counter(trial.state for trial in self.study.get_trials(deepcopy=False))
 
     def _is_late(self) -> bool:

@@ -92,7 +92,7 @@ def _run(
     values: list[float] = list(trial.user_attrs.get(FOLDS, []))
     for fold in range(len(values), open_study.folds):
         reporter.begin(values)
-        folder = trial_folder(setting.folder, trial.number) / f"fold-{fold + 1}"
+        folder = setting.folder / "trials" / f"{trial.number:04d}" / f"fold-{fold + 1}"
         observers = (reporter, *watch(trial.number, fold))
         result = objective.train(composed, plan, fold, folder, observers, shared)
         facts["seconds"] = time.perf_counter() - start
@@ -125,11 +125,6 @@ def _plan(objective: Objective, composed: Composed) -> Plan | str:
 def _in_short(plan: Plan) -> dict[str, Any]:
     names = ("effective_batch_size", "batch_size", "gradient_accumulation_steps", "compile")
     return {name: getattr(plan, name) for name in names}
-
-
-def trial_folder(study: Path, number: int) -> Path:
-    """Folder of a trial's logs."""
-    return study / "trials" / f"{number:04d}"
 
 
 def _first_line(error: BaseException) -> str:

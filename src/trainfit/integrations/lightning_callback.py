@@ -42,7 +42,6 @@ class TrainfitLightningCallback(Callback):
         self._observing.begin()
 
     def on_train_batch_start(self, _trainer: Any, _module: Any, batch: Any, *_: Any) -> None:
-        """Count a batch."""
         self.meter.start()
         self.meter.count(batch)
 

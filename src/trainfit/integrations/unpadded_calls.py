@@ -264,8 +264,6 @@ def find_rows(unpadding: Unpadding, body: Any, given: Mapping[str, Any]) -> Unpa
         return UnpaddedRows(
             rows=rows,
             width=width,
-            mask=None,
-            places=None,
             starts=starts,
             tokens=rows * width,
             longest=width,

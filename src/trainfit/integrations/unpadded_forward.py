@@ -216,7 +216,6 @@ def _run_packed(
     inputs: dict[str, Any],
     attention: Any = None,
 ) -> Any:
-    """Run a body on a packed row."""
     if facts.own is None:
         mpnet = self.config.model_type == "mpnet"
         return (_run_mpnet if mpnet else _run_deberta)(self, batch, inputs)

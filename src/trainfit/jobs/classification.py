@@ -40,7 +40,6 @@ from trainfit.runs.opening import AttentionKind, AttentionPath, RunSetup
 from trainfit.runtime import eagerly
 
 if TYPE_CHECKING:
-    from trainfit.conf.schema import EncoderModel
     from trainfit.jobs.configuration import EncoderConfig
 
 
@@ -133,12 +132,10 @@ class ClassifierTask:
         return self._target.loss(model(**inputs), labels, weights)
 
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
-        """Metrics on the validation part."""
         found = self.outputs(model, batch_size)
         return self._target.evaluate(self._validation.truth, found)
 
     def outputs(self, model: nn.Module, batch_size: int) -> Outputs:
-        """Probabilities or numbers of the validation part."""
         return predict(model, self._validation, batch_size, self._pad_id, self._target)
 
 

@@ -87,7 +87,6 @@ class PreparedEncoder(Prepared):
 
     @property
     def cross_validated(self) -> bool:
-        """True where there are folds."""
         return self.config.cv.folds is not None
 
     @property

@@ -34,19 +34,11 @@ from trainfit.data.corpus import END_OF_TEXT
 from trainfit.data.model_files import plain_config, read_weights
 from trainfit.data.token_files import TOKENIZER
 from trainfit.data.tokenizers import is_learned, load_bpe
+from trainfit.jobs import standard_export
 from trainfit.jobs.models.building import OwnHead
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.gpt_model import Gpt
 from trainfit.jobs.models.sources import without_bars
-from trainfit.jobs.standard_export import (
-    from_gpt2,
-    keep_soft_cap,
-    part_of,
-    plain_tensors,
-    save_adapter,
-    to_gpt2,
-    write_standard,
-)
 from trainfit.kernels.quantized import widened_state
 
 if TYPE_CHECKING:
@@ -80,7 +72,7 @@ def write_classifier(
             if model.head.reads == "last":
                 facts = facts | {"pad_id": _padding(tokenizer, facts["pad_id"])}
             known = facts | {"learned_tokenizer": is_learned(tokenizer)}
-            write_standard(unfinished, model, state, known)
+            standard_export.write_standard(unfinished, model, state, known)
             _write_tokenizer(unfinished, tokenizer, model, facts)
         else:
             _write_parts(unfinished, model, state, facts, base)
@@ -108,7 +100,9 @@ def _write_parts(
     base: Path | None,
 ) -> None:
     """Write the encoder and the head apart."""
-    head = plain_tensors({n: t for n, t in state.items() if not n.startswith("encoder.")})
+    head = standard_export.plain_tensors(
+        {n: t for n, t in state.items() if not n.startswith("encoder.")}
+    )
     settings = model.settings
     known = {
         "format": "trainfit classifier 1",
@@ -117,7 +111,7 @@ def _write_parts(
         "dtype": settings.dtype if settings.method != "full" else "float32",
         **facts,
     }
-    _write_encoder(folder, model.encoder, part_of(state, "encoder."), base)
+    _write_encoder(folder, model.encoder, standard_export.part_of(state, "encoder."), base)
     safetensors.torch.save_file(head, folder / "head.safetensors")
     write_whole(folder / "head.json", json.dumps(known, indent=2) + "\n")
 
@@ -125,7 +119,7 @@ def _write_parts(
 def write_gpt(folder: Path, model: Gpt, tokenizer: Path | None) -> None:
     """Write `model`, and its tokenizer where there is one."""
     with written_whole(folder) as unfinished:
-        to_gpt2(model).save_pretrained(unfinished)
+        standard_export.to_gpt2(model).save_pretrained(unfinished)
         if tokenizer is not None:
             _write_gpt_tokenizer(unfinished, tokenizer, model.shape.block_size)
 
@@ -155,9 +149,9 @@ def _write_encoder(
 ) -> None:
     if not getattr(encoder, "_hf_peft_config_loaded", False):
         encoder.save_pretrained(folder / "encoder", state_dict=state)
-        keep_soft_cap(folder / "encoder", encoder.config)
+        standard_export.keep_soft_cap(folder / "encoder", encoder.config)
         return
-    save_adapter(folder / "adapter", encoder, state)
+    standard_export.save_adapter(folder / "adapter", encoder, state)
     if base is not None and _linked(base / "encoder", folder / "encoder"):
         return
     # With adapters, save_pretrained writes them alone: the base weights need a second call.
@@ -171,7 +165,7 @@ def _write_encoder(
         encoder.save_pretrained(folder / "encoder", state_dict=weights)
     finally:
         encoder._hf_peft_config_loaded = True
-    keep_soft_cap(folder / "encoder", encoder.config)
+    standard_export.keep_soft_cap(folder / "encoder", encoder.config)
 
 
 def _linked(source: Path, target: Path) -> bool:
@@ -228,7 +222,7 @@ def read_gpt(folder: Path) -> Gpt:
         raise BadInput(
             f"cannot load a GPT from {folder} ({reason(error)})", "give a folder `train gpt` wrote"
         ) from None
-    return from_gpt2(other)
+    return standard_export.from_gpt2(other)
 
 
 def _write_gpt_tokenizer(folder: Path, path: Path, longest: int) -> None:

@@ -99,7 +99,6 @@ class FrozenTask(ClassifierTask):
         return None if self._pooled else super().collate_there(device)
 
     def outputs(self, model: nn.Module, batch_size: int) -> Outputs:
-        """Probabilities or numbers of the validation part."""
         if not self._pooled:
             return super().outputs(model, batch_size)
         device = next(model.parameters()).device

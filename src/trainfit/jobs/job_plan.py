@@ -24,7 +24,6 @@ from trainfit.core.settings import SETTINGS, chosen_by, with_values
 from trainfit.hardware import as_if, detect
 from trainfit.hardware.catalogue import GpuSpec, find, gpus
 from trainfit.hardware.model_shapes import model_shape, sizes_of
-from trainfit.jobs.data_choices import fit_to_data
 from trainfit.jobs.known_data import KnownData, assumed_lengths, assumption, known_data
 from trainfit.jobs.models.classifier_settings import (
     ModelFacts,
@@ -76,11 +75,13 @@ def plan(
     `overrides` are key=value words as on the command line. `lengths` are the tokens of each
     training sequence, where they are known; else the documents' data is assumed.
     """
+    from trainfit.jobs.configuration import fit_to_data
     from trainfit.jobs.registry import check_job, name_of
 
     name = name_of(task)
     check_job(name)
-    composed = compose(name, with_model(overrides, model))
+    named = () if model is None else (as_word("model.name", model),)
+    composed = compose(name, (*overrides, *named))
     composed = fit_to_data(composed, None if gpu is None else find(gpu))
     if name in _FACTORIES:
         asked = question(composed, lengths, watts, price_per_hour)
@@ -281,11 +282,6 @@ def gpt_sizes(model: GptModel) -> dict[str, Any]:
 def _positive(name: str, value: float | None) -> None:
     if value is not None and not value > 0:
         raise BadInput(f"{name} is {value}", "give a number above 0")
-
-
-def with_model(overrides: Sequence[str], model: str | None) -> list[str]:
-    """The overrides, with the model that was named beside them."""
-    return [*overrides, *([] if model is None else [as_word("model.name", model)])]
 
 
 def _method(model: Any) -> Any:

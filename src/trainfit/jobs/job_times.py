@@ -191,15 +191,7 @@ def _at(plan: Plan, question: Question, step: float | None) -> TimeEstimate:
     if told is not None and (step is None or told.step_seconds == step):
         return told
     if step is None:
-        return TimeEstimate(
-            tokens_per_second=None,
-            samples_per_second=None,
-            mfu=None,
-            step_seconds=None,
-            epoch_seconds=None,
-            total_seconds=None,
-            error_percent=None,
-        )
+        return TimeEstimate()
     mean = sum(load.lengths) / max(len(load.lengths), 1)
     samples = plan.effective_batch_size / step
     epoch = math.ceil(load.sequences / plan.effective_batch_size) * step
@@ -213,7 +205,6 @@ def _at(plan: Plan, question: Question, step: float | None) -> TimeEstimate:
         step_seconds=step,
         epoch_seconds=epoch,
         total_seconds=epoch * load.epochs,
-        error_percent=None,
         energy_kwh=None if told is None else told.energy_kwh,
         cost=None if told is None else told.cost,
     )

@@ -89,7 +89,6 @@ def files_of(data: TextFilesData) -> Iterator[tuple[Path, Columns]]:
 
 
 def _find_columns(data: TextFilesData) -> dict[str, str]:
-    """Find the column of each role."""
     fields = _fields(data)
     wanted = {role: getattr(data, name) for role, name in fields.items()}
     if AUTO not in wanted.values() or data.train is None:

@@ -126,7 +126,6 @@ def _threshold(true: NDArray[np.bool_], scores: Floats) -> float:
 
 
 def number_metrics(labels: Floats, found: Floats) -> NumberMetrics:
-    """Metrics of predicted numbers."""
     from scipy.stats import pearsonr, spearmanr
 
     _check_some(labels)
@@ -152,7 +151,6 @@ def _correlation(compute: Any, labels: Floats, found: Floats) -> float | None:
 def by_label(
     labels: IntArray, scores: Floats, names: Sequence[str], thresholds: Sequence[float]
 ) -> dict[str, Metrics]:
-    """Metrics of each of several labels."""
     return {
         name: binary_metrics(labels[:, k].astype(np.int64), scores[:, k], thresholds[k])
         for k, name in enumerate(names)

@@ -26,10 +26,9 @@ from trainfit.core.errors import BadInput, TrainfitWarning, brief
 from trainfit.core.plan_records import Plan, Precision
 from trainfit.engine.loop_settings import OptimizerSettings
 from trainfit.engine.optimizer import Combined, build_optimizer, check_usable
-from trainfit.engine.step import loss_scale, plain_step
 from trainfit.jobs import exports, job_plan, registry
+from trainfit.jobs.probes import engine_step, one_rank
 from trainfit.jobs.registry import Job
-from trainfit.planning.estimator.fake_cuda import saved_on_host
 from trainfit.runtime import compile_model
 
 COUNT = "count"
@@ -206,20 +205,9 @@ def own_step(
             own = build_optimizer(model, settings)
         if compile and device != "cpu":
             compile_model(model, budget=activation_budget)
+        step = engine_step(model, loss, own, precision, device, offload_activations)
         batches = [shape.make(rows, width)] * micro_batches
-        scale = loss_scale(precision, device)
-        return lambda: plain_step(
-            model,
-            own,
-            loss,
-            batches,
-            float(rows),
-            device_type=device,
-            precision=precision,
-            max_grad_norm=1.0,
-            scale=scale,
-            saved=saved_on_host(device) if offload_activations else None,
-        )
+        return lambda: step(batches, float(rows))
 
     return check_own_model(made).train(), make_step
 
@@ -235,7 +223,6 @@ def own_trial(
 ) -> Any:
     """Build the run of a plan on the job's own data, for the tuner."""
     from trainfit.jobs.own import prepare
-    from trainfit.jobs.probes import one_rank
     from trainfit.tuning.trial import Setup
 
     plan = one_rank(plan)

@@ -369,7 +369,6 @@ def _tokenize(
     criteria: Sequence[str] | None,
     seconds: Sequence[str] | None,
 ) -> Tokens:
-    """Tokenize as in training."""
     length = exported.facts["max_length"]
     nothing = np.zeros(len(texts), dtype=np.int64)
     if criteria is None:

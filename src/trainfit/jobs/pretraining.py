@@ -100,7 +100,6 @@ class GptTask:
         return collate_blocks(self._train, sequences, rows, width)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum the loss over the tokens."""
         loss: Tensor = model(batch["input_ids"], batch["targets"])
         return loss
 

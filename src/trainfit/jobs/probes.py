@@ -64,10 +64,11 @@ def encoder_step(
     """Return a classifier and the maker of its step; `settings` are ClassifierSettings."""
     changed = dict(overrides or {}) | ({} if depth is None else {"num_hidden_layers": depth})
     model = build_classifier(ClassifierSettings(overrides=changed, **settings))
-    made = OptimizerSettings(kind=optimizer, learning_rate=1e-5, offload=offload_optimizer)
+    chosen = OptimizerSettings(kind=optimizer, learning_rate=1e-5, offload=offload_optimizer)
 
     def make_step(built: nn.Module) -> Step:
-        step = _make_step(built, loss, made, precision, device, offload_activations)
+        made = build_optimizer(built, chosen)
+        step = engine_step(built, loss, made, precision, device, offload_activations)
         if compile and device == "cpu":
             _simulate(repeated_blocks(built), CARRIERS, activation_budget)
         elif compile:
@@ -115,14 +116,15 @@ def gpt_step(
         half_stream=stream_is_half(half_stream, precision),
         **changed,
     )
-    made = OptimizerSettings(kind=optimizer, learning_rate=1e-5, offload=offload_optimizer)
+    chosen = OptimizerSettings(kind=optimizer, learning_rate=1e-5, offload=offload_optimizer)
 
     def make_step(built: nn.Module) -> Step:
         def loss(gpt: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             summed: Tensor = gpt(**batch)
             return summed
 
-        step = _make_step(built, loss, made, precision, device, offload_activations)
+        made = build_optimizer(built, chosen)
+        step = engine_step(built, loss, made, precision, device, offload_activations)
         if compile and device == "cpu":
             _simulate([built], (), activation_budget)
         elif compile:
@@ -141,16 +143,15 @@ def _simulate(blocks: Sequence[nn.Module], carriers: tuple[type, ...], budget: f
     simulate(blocks, carriers, budget)
 
 
-def _make_step(
+def engine_step(
     model: nn.Module,
     loss: Callable[[nn.Module, Mapping[str, Any]], Tensor],
-    settings: OptimizerSettings,
+    optimizer: torch.optim.Optimizer,
     precision: Precision,
     device: str,
     offload_activations: bool,
 ) -> Callable[[list[dict[str, Any]], float], object]:
     """Return the engine's step as a function of micro-batches and their weight."""
-    made = build_optimizer(model, settings)
     scale = loss_scale(precision, device)
     saved = None
     if offload_activations:
@@ -159,7 +160,7 @@ def _make_step(
         saved = saved_on_host(device)
     return lambda batches, weight: plain_step(
         model,
-        made,
+        optimizer,
         loss,
         batches,
         weight,

@@ -168,7 +168,6 @@ class Run:
         return self.prepared.extras(self)  # counting the FLOPs builds a model
 
     def settings(self, fold: int) -> LoopSettings:
-        """Return the settings of a fold."""
         made = self.prepared.settings(fold, self.plan, self.device, self.world.size)
         return replace(made, **self.changes)
 

@@ -122,7 +122,6 @@ def summarise(
     stopped: bool,
     problem_type: str = "single_label_classification",
 ) -> JobResult:
-    """Make the result of a job from the scores of its folds."""
     return JobResult(
         task=task,
         run=str(run),

@@ -72,7 +72,6 @@ class OneClass:
         return ()
 
     def score(self, labels: NDArray[Any], found: Outputs, thresholds: Any = ()) -> Scores:
-        """Compute the metrics of outputs."""
         del thresholds
         return class_metrics(labels, found)
 

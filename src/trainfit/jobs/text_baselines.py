@@ -16,13 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainfit.data.tokens import IGNORED, Dataset, Tokens
-from trainfit.jobs.metrics import (
-    best_thresholds,
-    class_metrics,
-    label_metrics,
-    number_metrics,
-    tag_metrics,
-)
+from trainfit.jobs import metrics
 
 IntArray = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -90,7 +84,7 @@ def text_baselines(
     common = int(np.bincount(labels, minlength=classes).argmax())
     answers = np.tile(np.eye(classes)[common], (len(dataset.test), 1))
     found = {"majority": answers, "bag_of_words": _regression(dataset, classes, seed)}
-    scored = {name: class_metrics(dataset.test.labels, one) for name, one in found.items()}
+    scored = {name: metrics.class_metrics(dataset.test.labels, one) for name, one in found.items()}
     return {
         f"{name}_{figure}": getattr(one, figure)
         for figure in ("f1", "macro_f1", "accuracy")
@@ -116,10 +110,10 @@ def _label_baselines(dataset: Dataset, seed: int) -> dict[str, float]:
         np.stack([regress(known, train.labels[:, k], one, 10.0) for k in range(labels)], axis=1)
         for one in asked
     ]
-    thresholds = best_thresholds(dataset.validation.labels, found[0])
+    thresholds = metrics.best_thresholds(dataset.validation.labels, found[0])
     return {
-        "majority_f1": label_metrics(truth, answers, [0.5] * labels).f1,
-        "bag_of_words_f1": label_metrics(truth, found[1], thresholds).f1,
+        "majority_f1": metrics.label_metrics(truth, answers, [0.5] * labels).f1,
+        "bag_of_words_f1": metrics.label_metrics(truth, found[1], thresholds).f1,
     }
 
 
@@ -137,8 +131,8 @@ def _tag_baselines(dataset: Dataset, special: set[int]) -> dict[str, float]:
     found = [common.get(word, usual) for word, _ in _words(dataset.test, special)]
     name = "all_o_f1" if "O" in names else "majority_f1"
     return {
-        name: tag_metrics(truth, np.full(len(truth), usual), names).f1,
-        "word_tags_f1": tag_metrics(truth, np.array(found), names).f1,
+        name: metrics.tag_metrics(truth, np.full(len(truth), usual), names).f1,
+        "word_tags_f1": metrics.tag_metrics(truth, np.array(found), names).f1,
     }
 
 
@@ -163,8 +157,8 @@ def _number_baselines(dataset: Dataset, seed: int) -> dict[str, float]:
     mean = float(dataset.train.labels.mean())
     found = Ridge(alpha=1.0).fit(known, train.labels).predict(asked)
     return {
-        "mean_rmse": number_metrics(truth, np.full(len(truth), mean)).rmse,
-        "bag_of_words_rmse": number_metrics(truth, found).rmse,
+        "mean_rmse": metrics.number_metrics(truth, np.full(len(truth), mean)).rmse,
+        "bag_of_words_rmse": metrics.number_metrics(truth, found).rmse,
     }
 
 

@@ -38,9 +38,9 @@ class Layout:
     """`[B, T]`: the place of each token in its sequence; 0 for padding and filler."""
     lengths: Tensor
     """`[sequences]`: tokens in each."""
-    mask: Tensor | None
+    mask: Tensor | None = None
     """`[B, T]`, True for real tokens; None where nothing is padded, and for packed rows."""
-    cu_seqlens: Tensor | None
+    cu_seqlens: Tensor | None = None
     """`[sequences + 1]`: where each sequence begins, and where the filler does."""
     max_seqlen: int
     """Upper bound of the sequences' lengths."""
@@ -84,13 +84,7 @@ def _padded(input_ids: Tensor, attention_mask: Tensor | None) -> Layout:
         positions = (mask.cumsum(-1) - 1) * mask
         lengths = mask.sum(-1)
     return Layout(
-        sequences=rows,
-        ids=ids,
-        positions=positions,
-        lengths=lengths,
-        mask=mask,
-        cu_seqlens=None,
-        max_seqlen=width,
+        sequences=rows, ids=ids, positions=positions, lengths=lengths, mask=mask, max_seqlen=width
     )
 
 
@@ -108,7 +102,6 @@ def _packed(input_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> La
         ids=ids[None],
         positions=positions[None],
         lengths=starts.diff(),
-        mask=None,
         cu_seqlens=cu_seqlens,
         max_seqlen=width if max_seqlen is None else max_seqlen,
     )

@@ -49,7 +49,6 @@ def disentangled_attention_backward(
     starts: Tensor, seed: Tensor | None, out: Tensor, sums: Tensor, longest: int, scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key, value and positions."""
     from trainfit.kernels import disentangled_triton
 
     tensors = (gradient.contiguous(), query, key, value, positions, starts, seed, out, sums)

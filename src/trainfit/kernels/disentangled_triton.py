@@ -50,7 +50,6 @@ def backward(
     starts: Tensor, seed: Tensor | None, out: Tensor, sums: Tensor, longest: int, scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key, value and positions."""
     tokens, heads, head = query.shape
     grid = _grid(starts, longest, heads)
     products = _products(query, key, positions, starts, longest)

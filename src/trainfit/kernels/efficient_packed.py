@@ -38,7 +38,6 @@ def efficient_attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, out: Tensor,
     sums: Tensor, longest: int, scale: float, window: int, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value."""
     unused = torch.empty((), dtype=torch.long)  # the state of a dropout
     found = torch.ops.aten._efficient_attention_backward(
         gradient[None], query[None], key[None], value[None], None, out[None], starts, starts,

@@ -52,7 +52,6 @@ def half_gelu(tensor: Tensor) -> Tensor:
 
 @torch.library.custom_op("trainfit::half_gelu_backward", mutates_args=())
 def half_gelu_backward(gradient: Tensor, tensor: Tensor) -> Tensor:
-    """Gradient of the input."""
     if not triton_takes(tensor):
         into: Tensor = torch.ops.aten.gelu_backward(gradient, tensor)
         return into
@@ -276,10 +275,6 @@ def adamw_8bit_(
 
 
 @adamw_bf16_.register_fake
-def _(*_arguments: object) -> None:
-    return None
-
-
 @adamw_8bit_.register_fake
 def _(*_arguments: object) -> None:
     return None

@@ -181,7 +181,6 @@ def update_coded(
     tables: tuple[Tensor, ...], corrected: Tensor, rate: Tensor, found_inf: Tensor,
     fixed: tuple[float, ...],
 ) -> None:  # fmt: skip
-    """Update weights with coded moments."""
     calls = []
     for at, weight in enumerate(weights):
         moments = (means[at], mean_scales[at], squares[at], square_scales[at])

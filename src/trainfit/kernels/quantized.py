@@ -23,6 +23,7 @@ from torch.nn import functional
 from trainfit.core.libraries import has, import_bitsandbytes
 from trainfit.core.plan_records import Quantization
 from trainfit.kernels.attention import computed_in
+from trainfit.kernels.fused_ops import dynamic_map
 
 BLOCK = 64
 """Weights of nf4 that share a scale."""
@@ -119,13 +120,7 @@ def _pairs(device: torch.device) -> Tensor:
 @cache
 def _dynamic_levels(device: torch.device) -> Tensor:
     """Levels for scales: seven decades, each with twice the numbers of the one below it."""
-    found = [0.0, 1.0]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
-        means = (edges[:-1] + edges[1:]) / 2
-        found += (10 ** (decade - 6) * means).tolist()
-        found += (-(10 ** (decade - 6)) * means).tolist()
-    return torch.tensor(sorted(found), dtype=torch.float32).to(device)
+    return torch.tensor(dynamic_map(signed=True), device=device)
 
 
 @cache
@@ -185,7 +180,6 @@ def quantized_linear(
 def quantized_linear_backward(
     gradient: Tensor, codes: Tensor, scales: Tensor, coarse: Tensor | None, shape: Sequence[int]
 ) -> Tensor:
-    """The gradient of `x`."""
     weight = _widen(Packed(codes, scales, coarse), shape, gradient.dtype)
     rows = gradient.reshape(-1, shape[0]) @ weight
     return rows.view(*gradient.shape[:-1], shape[1])

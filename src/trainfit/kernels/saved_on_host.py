@@ -81,12 +81,8 @@ def host_store_(held: Tensor, found: Tensor) -> None:
 
 
 @host_fetch_.register_fake
-def _(into: Tensor, held: Tensor) -> None:  # noqa: ARG001
-    return None
-
-
 @host_store_.register_fake
-def _(held: Tensor, found: Tensor) -> None:  # noqa: ARG001
+def _(_into: Tensor, _source: Tensor) -> None:
     return None
 
 

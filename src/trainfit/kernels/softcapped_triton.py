@@ -74,7 +74,6 @@ def backward(
     seed: Tensor | None, out: Tensor, sums: Tensor, longest: int, scale: float, cap: float,
     window: int, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value."""
     tokens, heads, head = query.shape
     into_query, into_key, into_value = (torch.empty_like(t) for t in (query, key, value))
     blocks, sequences = triton.cdiv(longest, BLOCK[head]), len(starts) - 1

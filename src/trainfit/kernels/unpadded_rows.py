@@ -40,9 +40,9 @@ class UnpaddedRows:
 
     rows: int
     width: int
-    mask: Tensor | None
+    mask: Tensor | None = None
     """`[rows, width]`, True for real tokens; None where nothing is padded."""
-    places: Tensor | None
+    places: Tensor | None = None
     """`[tokens]`: place of each token in the flat batch; None where nothing is padded."""
     starts: Tensor
     """`[rows + 1]`: start of each sequence in the row, and its end."""
@@ -67,7 +67,6 @@ class UnpaddedRows:
         return flat.view(self.rows, self.width, *flat.shape[1:])
 
     def packed_layout(self) -> Layout:
-        """Layout of the packed row."""
         row = self.starts.new_empty(1, self.tokens)
         return lay_out(row, cu_seqlens=self.starts, max_seqlen=self.longest)
 
@@ -94,7 +93,6 @@ class UnpaddedRows:
         )
 
     def padded_layout(self) -> Layout:
-        """Layout of the padded batch."""
         batch = self.starts.new_empty(self.rows, self.width)
         return lay_out(batch, attention_mask=self.mask)
 

@@ -19,16 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from trainfit.kernels import efficient_packed
+from trainfit.kernels import efficient_packed, supported
 from trainfit.kernels.efficient_packed import differentiate
-from trainfit.kernels.supported import (
-    BF16_SINCE,
-    CAPPED_HEADS,
-    EFFICIENT_SINCE,
-    FLASH_SINCE,
-    LARGEST_HEAD,
-    TRITON_SINCE,
-)
 
 if TYPE_CHECKING:
     from trainfit.kernels.attention import Layout
@@ -69,7 +61,6 @@ def softcapped_attention_backward(
     seed: Tensor | None, out: Tensor, sums: Tensor, longest: int, scale: float, cap: float,
     window: int, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value."""
     from trainfit.kernels import softcapped_triton
 
     tensors = (gradient.contiguous(), query, key, value, starts, seed, out, sums)
@@ -233,12 +224,12 @@ def _flash_obstacle(rows: PackedRows) -> str | None:
     capability, head = rows.capability, rows.head
     if not rows.flash:
         return "this torch has no flash kernel"
-    if capability is not None and capability < FLASH_SINCE:
+    if capability is not None and capability < supported.FLASH_SINCE:
         return f"the flash kernel needs compute capability 8.0, not {dotted(capability)}"
     if rows.dtype not in _HALF:
         return f"the flash kernel does not compute in {dtype_name(rows.dtype)}"
     # Between 192 and 224 the backward pass exists on some GPUs only.
-    if head % 8 or head > LARGEST_HEAD or 192 < head <= 224:
+    if head % 8 or head > supported.LARGEST_HEAD or 192 < head <= 224:
         return f"the flash kernel takes no heads of {head}"
     if rows.dropout > 0 and head > _LARGEST_DROPPED and capability not in (None, *_DROPS_LARGE):
         return f"the flash kernel takes no attention dropout {rows.dropout} with heads of {head}"
@@ -247,12 +238,12 @@ def _flash_obstacle(rows: PackedRows) -> str | None:
 
 def _efficient_obstacle(rows: PackedRows) -> str | None:
     """Reason why the memory-efficient kernel cannot take the rows; None: it can."""
-    since = BF16_SINCE if rows.dtype == torch.bfloat16 else EFFICIENT_SINCE
+    since = supported.BF16_SINCE if rows.dtype == torch.bfloat16 else supported.EFFICIENT_SINCE
     if rows.capability is not None and rows.capability < since:
         return f"the memory-efficient one needs {dotted(since)} in {dtype_name(rows.dtype)}"
     if rows.dtype not in (*_HALF, torch.float32):
         return f"the memory-efficient one does not compute in {dtype_name(rows.dtype)}"
-    if rows.head % 8 or rows.head > LARGEST_HEAD:
+    if rows.head % 8 or rows.head > supported.LARGEST_HEAD:
         return f"the memory-efficient one takes no heads of {rows.head}"
     if rows.dropout > 0:
         return f"the memory-efficient one has no attention dropout {rows.dropout} on packed rows"
@@ -269,15 +260,15 @@ def _capped_obstacle(rows: PackedRows) -> str | None:
         return f"{capped}, and {reason}"
     if rows.dtype not in _HALF:
         return f"{capped}, and attention is computed in {dtype_name(rows.dtype)}"
-    if rows.head not in CAPPED_HEADS:
+    if rows.head not in supported.CAPPED_HEADS:
         return f"{capped}, and it has heads of {rows.head}"
     return f"{capped}, and each token sees those before it alone" if rows.causal else None
 
 
 def triton_obstacle(capability: tuple[int, int] | None) -> str | None:
     """Reason why trainfit's own attention kernels do not run on a GPU; None: they do."""
-    if capability is not None and capability < TRITON_SINCE:  # torch 2.11 cannot trace >=
-        needed = f"compute capability {dotted(TRITON_SINCE)}"
+    if capability is not None and capability < supported.TRITON_SINCE:  # torch 2.11 cannot trace >=
+        needed = f"compute capability {dotted(supported.TRITON_SINCE)}"
         return f"its kernel needs {needed}, not {dotted(capability)}"
     return None
 
@@ -320,7 +311,6 @@ def takes_groups() -> bool:
 
 @_constant
 def triton_exists() -> bool:
-    """Tell if Triton is installed."""
     return find_spec("triton") is not None
 
 

@@ -329,7 +329,6 @@ def _smallest_gpu(need: float) -> str | None:
 def memory_of(
     best: StepCandidate, target: Target, gpu: Gpu | None, fits: bool | None, compiled: bool = False
 ) -> MemoryEstimate:
-    """Build the memory estimate of a candidate."""
     taken = best.taken
     reserved = min(taken.peak_reserved, target.capacity) if fits else taken.peak_reserved
     return MemoryEstimate(

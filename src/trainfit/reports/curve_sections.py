@@ -73,9 +73,9 @@ _GPUS = (
 )
 _COMPARED_SPEED = ("tokens_per_second", "mfu", "memory_gib")
 _CHOSEN = ("loss", "f1", "macro_f1", "accuracy", "auc")
+"""Figures of evaluations that are plotted first."""
 _MAIN = {"f1": "F1", "macro_f1": "macro F1", "rmse": "RMSE", "val_loss": "validation loss"}
 """Figures that decide, with their titles."""
-"""Figures of evaluations that are plotted first."""
 
 
 def training_section(run: RunFiles) -> Section:
@@ -182,8 +182,8 @@ def _plot(
 def _measures(run: RunFiles) -> list[PlotSpec]:
     """Figures of the evaluations, the main ones first."""
     names = dict.fromkeys(name for part in run.parts for name in part.evaluations)
-    first = [name for name in (*_CHOSEN, run.results.get("metric")) if name in names]
-    first = list(dict.fromkeys(first))
+    wanted = dict.fromkeys((*_CHOSEN, run.results.get("metric")))
+    first = [name for name in wanted if name in names]
     rest = [name for name in names if name not in (*first, "step", "seconds", "unigram_entropy")]
     chosen = first if first and first != ["loss"] else [*first, *rest]
     titles = _MAIN | {"auc": "AUC", "val_loss": "loss"}
@@ -323,20 +323,9 @@ def _table(runs: Sequence[RunFiles]) -> Table:
                 shown(measured_memory(run), "gib"),
             )
         )
-    columns = (
-        "run",
-        "status",
-        "model",
-        "device",
-        "score",
-        "steps",
-        "training",
-        "samples/s",
-        "tokens/s",
-        "MFU",
-        "peak memory",
-    )
-    return Table(columns=columns, rows=tuple(rows))
+    about = ("run", "status", "model", "device", "score", "steps", "training")
+    figures = ("samples/s", "tokens/s", "MFU", "peak memory")
+    return Table(columns=(*about, *figures), rows=tuple(rows))
 
 
 def _scores(runs: Sequence[RunFiles]) -> list[Block]:
@@ -377,11 +366,8 @@ def _curves(runs: Sequence[RunFiles]) -> list[Block]:
 def _differences(runs: Sequence[RunFiles]) -> Block:
     tables = [dict(flatten(run.config.get("config", {}))) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
-    rows = []
-    for key in keys:
-        values = [str(table.get(key, MISSING)) for table in tables]
-        if len(set(values)) > 1:
-            rows.append((key, *(cell(table.get(key, MISSING)) for table in tables)))
+    found = {key: [table.get(key, MISSING) for table in tables] for key in keys}
+    rows = [(k, *map(cell, each)) for k, each in found.items() if len(set(map(str, each))) > 1]
     if not rows:
         return Remark(text="The configurations are the same.")
     return Table(columns=("key", *(run.name for run in runs)), rows=tuple(rows))

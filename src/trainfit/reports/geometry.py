@@ -129,7 +129,7 @@ def lines_view(figure: Lines) -> LinesView | None:
     x, y = _x_axis(figure), _y_axis(figure)
     if x is None or y is None:
         return None
-    most = {"duration": 4}.get(figure.form, 6)
+    most = 4 if figure.form == "duration" else 6
     return LinesView(
         paths=tuple(path for series in figure.series for path in _paths(series, x, y)),
         x_ticks=tuple(Label(_percent(x.place(v)), _x_text(v, figure)) for v in x.ticks),

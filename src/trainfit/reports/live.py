@@ -234,18 +234,17 @@ def _figures(now: Standing) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
-    known = now.figures
-    table.add_row("loss", _number(known, "loss", "{:.4f}"), Text(spark(now.losses, 48), "cyan"))
-    table.add_row(
-        "tokens/s",
-        _number(known, "tokens_per_second", "{:,.0f}"),
-        Text(spark(now.rates, 48), "cyan"),
-    )
-    table.add_row("samples/s", _number(known, "samples_per_second", "{:,.1f}"), "")
-    table.add_row("MFU", _number(known, "mfu", "{:.1%}"), "")
-    table.add_row("memory", _number(known, "memory_gib", "{:.2f} GiB"), "the most so far")
-    table.add_row("learning rate", _number(known, "learning_rate", "{:.2e}"), "")
-    table.add_row("waiting for data", _number(known, "wait_share", "{:.1%}"), "")
+    for title, name, form, beside in (
+        ("loss", "loss", "{:.4f}", Text(spark(now.losses, 48), "cyan")),
+        ("tokens/s", "tokens_per_second", "{:,.0f}", Text(spark(now.rates, 48), "cyan")),
+        ("samples/s", "samples_per_second", "{:,.1f}", ""),
+        ("MFU", "mfu", "{:.1%}", ""),
+        ("memory", "memory_gib", "{:.2f} GiB", "the most so far"),
+        ("learning rate", "learning_rate", "{:.2e}", ""),
+        ("waiting for data", "wait_share", "{:.1%}", ""),
+    ):
+        value = now.figures.get(name, math.nan)
+        table.add_row(title, form.format(value) if math.isfinite(value) else MISSING, beside)
     return table
 
 
@@ -255,11 +254,6 @@ def _validation(now: Standing) -> Text:
     return Text.assemble(
         ("validation", "dim"), f" at step {now.evaluation['step']:,.0f}: {figures}"
     )
-
-
-def _number(figures: dict[str, float], name: str, form: str) -> str:
-    value = figures.get(name, math.nan)
-    return form.format(value) if math.isfinite(value) else MISSING
 
 
 def _gpus(now: Standing) -> Table:

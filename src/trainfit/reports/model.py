@@ -233,7 +233,6 @@ def shown(value: float | None, form: Form) -> str:
 
 
 def cell(value: Scalar) -> str:
-    """A value of a table."""
     if value is None or isinstance(value, bool):
         return {None: MISSING, True: "yes", False: "no"}[value]
     if isinstance(value, int):

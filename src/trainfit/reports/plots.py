@@ -43,7 +43,6 @@ def css(name: str) -> str:
 
 
 def text_at(x: float, y: float, content: str, kind: str) -> str:
-    """A text of the classes `kind`."""
     return f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}">{escaped(content)}</text>'
 
 

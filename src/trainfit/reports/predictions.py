@@ -7,7 +7,7 @@ nine criteria of one post are not nine independent answers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,8 @@ class Predictions:
         return np.asarray(self.chances.argmax(1), dtype=np.int64)
 
     def part(self, chosen: Truth) -> Predictions:
-        return Predictions(
-            self.folds[chosen],
-            self.posts[chosen],
-            self.criteria,
-            self.criterion_of[chosen],
-            self.labels[chosen],
-            self.chances[chosen],
-        )
+        arrays = ("folds", "posts", "criterion_of", "labels", "chances")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in arrays})
 
     def by_fold(self) -> Iterator[tuple[int, Predictions]]:
         for number in np.unique(self.folds):

@@ -15,49 +15,27 @@ from trainfit.core.codec import own_version
 from trainfit.core.errors import MALFORMED, BadInput, TrainfitWarning
 from trainfit.core.files import text_facts, write_output
 from trainfit.core.records import Record
-from trainfit.reports.curve_sections import (
-    comparison,
-    main_figure,
-    main_score,
-    speed_section,
-    training_section,
-)
+from trainfit.reports import curve_sections, run_sections
 from trainfit.reports.model import Chapter, Headline, Remark, Section, shown
-from trainfit.reports.run_sections import (
-    device_of,
-    events_section,
-    is_synthetic,
-    measured_memory,
-    model_of,
-    plan_section,
-    prediction_section,
-    receipt_section,
-    seconds_of,
-    setup_section,
-    started,
-    timeline_section,
-    typical,
-)
 from trainfit.reports.score_sections import by_baseline, four, scores_section
 from trainfit.reports.study_sections import is_study, ladder_section, study_chapter
 from trainfit.runs import run_folder
 from trainfit.runs.reader import RunFiles, read_run
 
-_ROOT = Path("runs")
 _LONGEST_NAME = 120
 T = TypeVar("T")
 
 _SECTIONS: Sequence[Callable[[RunFiles], Section | None]] = (
     scores_section,
-    training_section,
-    speed_section,
-    timeline_section,
-    prediction_section,
-    receipt_section,
+    curve_sections.training_section,
+    curve_sections.speed_section,
+    run_sections.timeline_section,
+    run_sections.prediction_section,
+    run_sections.receipt_section,
     ladder_section,
-    plan_section,
-    events_section,
-    setup_section,
+    run_sections.plan_section,
+    run_sections.events_section,
+    run_sections.setup_section,
 )
 
 
@@ -143,7 +121,7 @@ def _study(folder: Path, at: int) -> Chapter:
 
 def _comparison(runs: Sequence[RunFiles]) -> Chapter | None:
     try:
-        return comparison(runs)
+        return curve_sections.comparison(runs)
     except MALFORMED as error:
         text = f"the comparison is left out: a run is damaged ({type(error).__name__})"
         warnings.warn(text, TrainfitWarning, stacklevel=2)
@@ -152,10 +130,10 @@ def _comparison(runs: Sequence[RunFiles]) -> Chapter | None:
 
 def find(name: str | Path | type) -> Path:
     """Find the folder of a run or a study by path or name under runs/, or the newest of a job."""
-    for folder in (Path(name), _ROOT / name) if isinstance(name, str | Path) else ():
+    for folder in (Path(name), run_folder.ROOT / name) if isinstance(name, str | Path) else ():
         if is_study(folder):
             return folder
-    return run_folder.find(name, _ROOT)
+    return run_folder.find(name)
 
 
 def place(run: str | Path, *others: str | Path) -> Path:
@@ -191,7 +169,7 @@ def _chapter(run: RunFiles, at: int) -> Chapter:
         made.append(Section(id="problems", title="Problems", blocks=problems))
     return Chapter(
         id=f"run-{at + 1}",
-        title=f"{run.name}, on synthetic data" if is_synthetic(run) else run.name,
+        title=f"{run.name}, on synthetic data" if run_sections.is_synthetic(run) else run.name,
         subtitle=about,
         status=run.status,
         headlines=tuple(headlines),
@@ -211,37 +189,38 @@ def _or_without(
 
 
 def _subtitle(run: RunFiles) -> str:
-    known = (model_of(run), device_of(run), started(run)[:16])
+    began = run_sections.started(run)[:16]
+    known = (run_sections.model_of(run), run_sections.device_of(run), began)
     words = " · ".join(word for word in known if word)
     return f"{run.config.get('task', 'run')} · {words}"
 
 
 def _headlines(run: RunFiles) -> list[Headline]:
     found = []
-    if (score := main_score(run)) is not None:
+    if (score := curve_sections.main_score(run)) is not None:
         label, one = score
         beside = [] if one.low is None else [f"95%: {one.low:.3f}–{one.high:.3f}"]
         if (entropy := run.results.get("unigram_entropy")) is not None:
             beside.append(f"unigram entropy {entropy:.4f}")
-        figure = main_figure(run)
+        figure = curve_sections.main_figure(run)
         for title, figures in by_baseline(run.results.get("baselines") or {}).items():
             beside += [f"{title} {four(figures[figure])}"] if figure in figures else []
         found.append(Headline(label=label, value=f"{one.value:.4f}", note="; ".join(beside)))
     steps = [int(part.train["step"][-1]) for part in run.parts if "step" in part.train]
     over = f"in {len(run.parts)} folds" if len(run.parts) > 1 else ""
     found.append(Headline(label="steps", value=f"{sum(steps):,}", note=over))
-    if (seconds := seconds_of(run)) is not None:
+    if (seconds := run_sections.seconds_of(run)) is not None:
         found.append(Headline(label="training", value=shown(seconds, "duration")))
-    if (rate := typical(run, "tokens_per_second")) is not None:
-        samples = shown(typical(run, "samples_per_second"), "number")
+    if (rate := run_sections.typical(run, "tokens_per_second")) is not None:
+        samples = shown(run_sections.typical(run, "samples_per_second"), "number")
         if any(part.setup is not None and part.setup.samples for part in run.parts):
             found.append(Headline(label="samples/s", value=samples))
         else:
             note = f"{samples} samples/s"
             found.append(Headline(label="tokens/s", value=shown(rate, "count"), note=note))
-    if (mfu := typical(run, "mfu")) is not None:
+    if (mfu := run_sections.typical(run, "mfu")) is not None:
         found.append(Headline(label="MFU", value=shown(mfu, "percent")))
-    if (memory := measured_memory(run)) is not None:
+    if (memory := run_sections.measured_memory(run)) is not None:
         found.append(Headline(label="peak memory", value=shown(memory, "gib")))
     count = sum(len(part.events) for part in run.parts)
     ooms = sum(event.kind == "oom" for part in run.parts for event in part.events)

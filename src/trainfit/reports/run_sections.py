@@ -50,7 +50,6 @@ def setup_section(run: RunFiles) -> Section:
 
 
 def device_of(run: RunFiles) -> str:
-    """Name of the device."""
     if (setup := run.parts[0].setup) is not None:
         return setup.device_words
     if run.hardware and run.hardware.gpus:
@@ -143,8 +142,7 @@ def _data(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 def _token_files(header: Any) -> Iterator[tuple[str, str]]:
     """Token counts of a pretraining job."""
-    if not isinstance(header, Mapping):
-        return
+    header = header if isinstance(header, Mapping) else {}
     for part in ("train", "validation"):
         if isinstance(header.get(part), Mapping):
             yield part, _counts(header[part])
@@ -345,32 +343,19 @@ def receipt_section(run: RunFiles) -> Section | None:
         return None
     items = sorted(run.receipt.items, key=lambda item: item.status != "not_active")
     rows = tuple(
-        (
-            item.name,
-            _STATUS[item.status],
-            cell(item.requested),
-            cell(item.observed),
-            item.evidence,
-            item.mend,
-        )
-        for item in items
+        (i.name, _STATUS[i.status], cell(i.requested), cell(i.observed), i.evidence, i.mend)
+        for i in items
     )
     counts = {status: sum(i.status == status for i in items) for status in _STATUS}
     said = ", ".join(f"{n} {_STATUS[s].lower()}" for s, n in counts.items() if n)
     columns = ("optimization", "status", "requested", "observed", "evidence", "fix")
     failed = tuple(at for at, item in enumerate(items) if item.status == "not_active")
-    return Section(
-        id="receipt",
-        title="Receipt",
-        blocks=(
-            Remark(text=f"{said}.", tone="warning" if failed else "plain"),
-            Table(columns=columns, rows=rows, strong=failed),
-        ),
-    )
+    verdict = Remark(text=f"{said}.", tone="warning" if failed else "plain")
+    table = Table(columns=columns, rows=rows, strong=failed)
+    return Section(id="receipt", title="Receipt", blocks=(verdict, table))
 
 
 def events_section(run: RunFiles) -> Section:
-    """Table of all events."""
     rows = [
         (part.name, event.step, shown(event.seconds, "duration"), event.kind, event.text)
         for part in run.parts

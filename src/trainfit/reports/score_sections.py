@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trainfit.reports import predictions
 from trainfit.reports.model import (
     Block,
     IntervalRow,
@@ -20,16 +21,6 @@ from trainfit.reports.model import (
     Series,
     Table,
     cell,
-)
-from trainfit.reports.predictions import (
-    POINTS,
-    Predictions,
-    average_precision,
-    f1_interval,
-    pr_curve,
-    read_predicted_numbers,
-    read_predictions,
-    roc_curve,
 )
 from trainfit.runs.reader import RunFiles
 
@@ -90,7 +81,7 @@ def problem_type_of(run: RunFiles) -> str:
 def scores_section(run: RunFiles) -> Section | None:
     """Tables and plots of the scores; None for a run without any."""
     metrics = run.results.get("metrics") or _only_fold(run)
-    found = read_predictions(run.folder / "predictions.csv")
+    found = predictions.read_predictions(run.folder / "predictions.csv")
     blocks: list[Block] = []
     if metrics:
         blocks.append(_table(metrics, run))
@@ -177,10 +168,7 @@ def _table(metrics: Mapping[str, Any], run: RunFiles) -> Table:
     if _is_named(run) and len(metrics.get("confusion") or ()) == 2:
         notes.append(f"F1, precision, recall and the curves are of the class {names[1]}.")
     return Table(
-        columns=("", *titles.values()),
-        rows=tuple(rows),
-        strong=(main,),
-        note=" ".join(notes),
+        columns=("", *titles.values()), rows=tuple(rows), strong=(main,), note=" ".join(notes)
     )
 
 
@@ -190,7 +178,7 @@ def _is_named(run: RunFiles) -> bool:
     return bool(folds[0].get("metric") == "macro_f1")
 
 
-def _intervals(found: Predictions, run: RunFiles) -> Iterator[Intervals]:
+def _intervals(found: predictions.Predictions, run: RunFiles) -> Iterator[Intervals]:
     """F1 by fold and by criterion; without folds, all items come first."""
     references = _references(run)
     name = "F1" if found.classes == 2 else "Macro F1"
@@ -227,12 +215,8 @@ def _sentence_intervals(run: RunFiles) -> Iterator[Intervals]:
 
 
 def _references(run: RunFiles) -> tuple[Reference, ...]:
-    found = by_baseline(run.results.get("baselines") or {})
-    return tuple(
-        Reference(y=figures["f1"], label=title)
-        for title, figures in found.items()
-        if "f1" in figures
-    )
+    found = by_baseline(run.results.get("baselines") or {}).items()
+    return tuple(Reference(y=each["f1"], label=title) for title, each in found if "f1" in each)
 
 
 def _plot(
@@ -246,8 +230,8 @@ def _plot(
     return Intervals(id=name, title=title, note=note, rows=rows, top=1.0, references=references)
 
 
-def _row(label: str, part: Predictions, color: int) -> IntervalRow:
-    value, low, high = f1_interval(part)
+def _row(label: str, part: predictions.Predictions, color: int) -> IntervalRow:
+    value, low, high = predictions.f1_interval(part)
     known = low < high  # draws of what has no error have none either: that is no certainty
     positives = int((part.labels == 1).sum())
     note = f"{positives:,} positive" if part.classes == 2 else f"{len(part.labels):,} held out"
@@ -261,11 +245,11 @@ def _row(label: str, part: Predictions, color: int) -> IntervalRow:
     )
 
 
-def _curves(found: Predictions, run: RunFiles) -> Iterator[Lines]:
+def _curves(found: predictions.Predictions, run: RunFiles) -> Iterator[Lines]:
     """ROC and precision–recall: by fold and together, or one class against the rest."""
     for name, title, curve in (
-        ("roc", "ROC", roc_curve),
-        ("precision-recall", "Precision and recall", pr_curve),
+        ("roc", "ROC", predictions.roc_curve),
+        ("precision-recall", "Precision and recall", predictions.pr_curve),
     ):
         series: list[Series] = []
         for label, color, positive, scores in _sets(found, run):
@@ -287,7 +271,7 @@ def _curves(found: Predictions, run: RunFiles) -> Iterator[Lines]:
             )
 
 
-def _sets(found: Predictions, run: RunFiles) -> Iterator[tuple[str, int, Any, Any]]:
+def _sets(found: predictions.Predictions, run: RunFiles) -> Iterator[tuple[str, int, Any, Any]]:
     """Name, colour, true labels and scores of each line."""
     if found.classes > 2:
         sizes = np.bincount(found.labels, minlength=found.classes)
@@ -303,11 +287,11 @@ def _sets(found: Predictions, run: RunFiles) -> Iterator[tuple[str, int, Any, An
 
 
 def _criteria_table(
-    by_criterion: Mapping[str, Mapping[str, Any]], found: Predictions | None
+    by_criterion: Mapping[str, Mapping[str, Any]], found: predictions.Predictions | None
 ) -> Table:
     precision = {}
     for name, part in found.by_criterion() if found is not None else ():
-        precision[name] = average_precision(part.labels == 1, part.chances[:, 1])
+        precision[name] = predictions.average_precision(part.labels == 1, part.chances[:, 1])
     rows = tuple(
         (
             name,
@@ -344,10 +328,10 @@ def _labels_table(by_label: Mapping[str, Mapping[str, Any]], *, tags: bool) -> T
 
 def _scatter(path: Path) -> Iterator[Lines]:
     """Predictions against labels, at most POINTS of them."""
-    pairs = read_predicted_numbers(path)
+    pairs = predictions.read_predicted_numbers(path)
     if pairs is None:
         return
-    pairs = pairs[:: 1 + len(pairs) // POINTS]
+    pairs = pairs[:: 1 + len(pairs) // predictions.POINTS]
     low, high = float(pairs.min()), float(pairs.max())
     x, y = (tuple(values.tolist()) for values in pairs.T)
     yield Lines(

@@ -38,12 +38,10 @@ _MOST_CURVES = 60
 
 
 def is_study(folder: Path) -> bool:
-    """True for the folder of a study."""
     return is_file(folder / "study.json")
 
 
 def study_chapter(folder: Path, at: int) -> Chapter:
-    """The chapter of a study."""
     about, figures, result = (
         read_object(folder / f"{name}.json") for name in ("study", "figures", "result")
     )

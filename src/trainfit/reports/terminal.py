@@ -137,7 +137,6 @@ def recommended_page(recommended: Recommendation) -> RenderableType:
 
 
 def gpu_line(gpu: Gpu) -> str:
-    """A GPU in one line."""
     return (
         f"{gpu.index}: {gpu.name}, {gpu.memory_gib:.2f} GiB, compute capability "
         f"{gpu.compute_capability}, bf16 {_yes(gpu.native_bf16)}, TF32 {_yes(gpu.tf32)}"
@@ -145,7 +144,6 @@ def gpu_line(gpu: Gpu) -> str:
 
 
 def gpu_list(specs: Iterable[GpuSpec]) -> Table:
-    """The catalogue as a table."""
     figures = ("GB", "GB/s", "bf16", "fp16", "TF32", "fp32")
     made = table("GPUs of the catalogue", ("slug", "also"), figures)
     for spec in specs:

@@ -35,16 +35,8 @@ from trainfit.jobs.metrics import Metrics
 from trainfit.jobs.pretraining import GptResult, iter_line, targets
 from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
-from trainfit.reports import terminal
+from trainfit.reports import score_sections, terminal
 from trainfit.reports.model import duration
-from trainfit.reports.score_sections import (
-    FIGURES,
-    by_baseline,
-    class_names,
-    figures_of,
-    four,
-    score_rows,
-)
 from trainfit.runs.reader import read_object
 
 _MOST_CLASSES = 8
@@ -297,7 +289,7 @@ def _remarks(result: JobResult) -> Iterator[Text]:
         yield Text(f"f1, precision and recall are of the class {data['classes'][1]}")
     rivals = [
         (figures[main], title)
-        for title, figures in by_baseline(result.baselines).items()
+        for title, figures in score_sections.by_baseline(result.baselines).items()
         if main in figures
     ]
     if not rivals or main not in result.metrics:
@@ -307,7 +299,7 @@ def _remarks(result: JobResult) -> Iterator[Text]:
     if (own >= best) if numbers else (own <= best):
         yield Text(
             f"The model does not beat a baseline, {title}: "
-            f"{main} {four(own)} against {four(best)}. "
+            f"{main} {score_sections.four(own)} against {score_sections.four(best)}. "
             "Train on more rows or longer (--epochs), or with another --model or --lr.",
             "yellow",
         )
@@ -317,7 +309,7 @@ def _confusion(run: str, counts: Sequence[Sequence[int]]) -> list[RenderableType
     """Predictions by true class; the page of many classes is the report."""
     if len(counts) > _MOST_CLASSES:
         return []
-    names = class_names(read_object(Path(run) / "data.json"), len(counts))
+    names = score_sections.class_names(read_object(Path(run) / "data.json"), len(counts))
     table = terminal.table("Confusion", ("true class",), [f"as {name}" for name in names])
     for name, row in zip(names, counts, strict=True):
         table.add_row(name, *map(str, row))
@@ -325,10 +317,12 @@ def _confusion(run: str, counts: Sequence[Sequence[int]]) -> list[RenderableType
 
 
 def _scores(result: JobResult) -> Table:
-    figures = figures_of(result.problem_type)
-    rows, main = score_rows(result.metrics, result.baselines, figures)
+    figures = score_sections.figures_of(result.problem_type)
+    rows, main = score_sections.score_rows(result.metrics, result.baselines, figures)
     title = f"Held-out scores over {main} folds" if main else "Held-out test scores"
-    table = terminal.table(title, ("",), figures if figures is FIGURES else figures.values())
+    table = terminal.table(
+        title, ("",), figures if figures is score_sections.FIGURES else figures.values()
+    )
     for at, row in enumerate(rows):
         table.add_row(*row, style="bold" if at == main else None)
     return table
@@ -339,15 +333,15 @@ def _labels(by_label: Mapping[str, Metrics], *, tagged: bool) -> Table:
     title, counted = ("By type", "true") if tagged else ("By label", "texts")
     table = terminal.table(title, ("",), (*names, counted))
     for name, one in by_label.items():
-        cells = [four(getattr(one, figure)) for figure in names]
+        cells = [score_sections.four(getattr(one, figure)) for figure in names]
         table.add_row(name, *cells, str(sum(one.confusion[1])))
     return table
 
 
 def _criteria(by_criterion: Mapping[str, Metrics]) -> Table:
-    table = terminal.table("By criterion", ("",), (*FIGURES, "positives", "pairs"))
+    table = terminal.table("By criterion", ("",), (*score_sections.FIGURES, "positives", "pairs"))
     for code, one in by_criterion.items():
         positives = sum(one.confusion[1])
-        cells = [four(getattr(one, name)) for name in FIGURES]
+        cells = [score_sections.four(getattr(one, name)) for name in score_sections.FIGURES]
         table.add_row(code, *cells, str(positives), str(one.count))
     return table

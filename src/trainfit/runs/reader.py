@@ -54,7 +54,6 @@ class RunPart:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Events in order."""
         return tuple(event for row in self.event_rows if (event := as_event(row)) is not None)
 
     @property
@@ -86,7 +85,6 @@ class RunFiles:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
         return self.folder.resolve().name
 
     @property

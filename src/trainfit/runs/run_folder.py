@@ -42,6 +42,7 @@ from trainfit.runs.opening import RunSetup
 
 Tracker = Callable[[Mapping[str, Any]], None]
 """Takes each row of metrics.jsonl as it is written."""
+ROOT = Path("runs")
 METRICS, EVENTS, LOG = "metrics.jsonl", "events.jsonl", "train.log"
 SETUP = "setup"
 """Kind of the row of events.jsonl that holds a RunSetup."""
@@ -201,7 +202,6 @@ def check_root(root: Path) -> None:
 
 
 def written_config(config: Any) -> str:
-    """The text of config.json."""
     return codec.dumps(redact_values(codec.encode(config))) + "\n"
 
 
@@ -213,7 +213,7 @@ def _make(folder: Path) -> Path | None:
     return folder
 
 
-def find(run: str | Path | type, root: Path) -> Path:
+def find(run: str | Path | type, root: Path = ROOT) -> Path:
     """Find a run's folder by its path, its name under `root`, or as the newest of a job."""
     if isinstance(run, type):
         run = f"{run.__module__}:{run.__qualname__}"

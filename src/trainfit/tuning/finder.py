@@ -24,7 +24,7 @@ from trainfit.packing import cut_step, ladder
 from trainfit.tuning.growth import GIB, Measured, RowRange, Search, knee, law, predictor, search
 
 if TYPE_CHECKING:
-    from trainfit.tuning.probe_device import ProbeDevice
+    from trainfit.tuning.trial import ProbeDevice
 
 
 MARGIN = 0.9
@@ -72,7 +72,6 @@ class BatchSizeJob:
 
     @property
     def asked(self) -> RowRange:
-        """Range of rows for the search."""
         most = {} if self.at_most is None else {"at_most": self.at_most}
         return RowRange(at_least=self.at_least, share=self.margin, **most)
 
@@ -143,7 +142,7 @@ def find(job: BatchSizeJob, profile: HardwareProfile | None = None) -> BatchSize
     if not profile.gpus or profile.torch is None or profile.torch.backend not in ("cuda", "rocm"):
         return _on_cpu(job, profile, began)
     from trainfit.runtime import applied
-    from trainfit.tuning.probe_device import device_for_probes
+    from trainfit.tuning.trial import device_for_probes
 
     with applied(job.runtime), device_for_probes(job.memory_gib) as device:
         return _on_gpu(job, profile, device, began)
@@ -152,7 +151,7 @@ def find(job: BatchSizeJob, profile: HardwareProfile | None = None) -> BatchSize
 def _on_gpu(
     job: BatchSizeJob, profile: HardwareProfile, device: ProbeDevice, began: float
 ) -> BatchSizeFound:
-    from trainfit.tuning.probe_device import Steps, measure_on
+    from trainfit.tuning.trial import Steps, measure_on
 
     gpu = profile.gpus[device.index] if device.index < len(profile.gpus) else profile.gpus[0]
     make = job.make

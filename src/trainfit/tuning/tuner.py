@@ -204,7 +204,6 @@ def _reasons(base: Plan, plan: Plan, changes: dict[str, Scalar], why: str) -> tu
 
 
 def _time(base: Plan, plan: Plan, rate: Interval) -> TimeEstimate:
-    """Time estimate from the measured rate."""
     workload = plan.workload
     whole = rate.value * plan.ranks  # a trial is one rank's share
     step = plan.effective_batch_size / whole
@@ -221,7 +220,6 @@ def _time(base: Plan, plan: Plan, rate: Interval) -> TimeEstimate:
         step_seconds=step,
         epoch_seconds=epoch,
         total_seconds=epoch * workload.epochs,
-        error_percent=None,
     )
 
 

@@ -17,14 +17,7 @@ from trainfit.core.errors import BadConfig, BadInput
 from trainfit.core.plan_records import Quantization
 from trainfit.data.hub import may_be_on_hub
 from trainfit.data.model_files import read_config
-from trainfit.hardware.model_shapes import (
-    OWN_GPT,
-    heads_of,
-    layers_of,
-    model_shape,
-    read_model_config,
-    width_of,
-)
+from trainfit.hardware import model_shapes
 from trainfit.kernels import supported
 from trainfit.kernels.supported import (
     CAPPED_HEADS,
@@ -176,7 +169,7 @@ def model_facts(name: str, pooling: str = "mean", longest: int | None = None) ->
     """
     fields = model_fields(name)
     kind = fields.get("model_type")
-    layers = layers_of(fields)
+    layers = model_shapes.layers_of(fields)
     if not isinstance(kind, str) or not isinstance(layers, int) or layers < 1:
         lacks = "num_hidden_layers" if isinstance(kind, str) else "model_type"
         fix = "give a complete config.json, of the BERT, DeBERTa, Gemma, Llama or Qwen families"
@@ -186,7 +179,7 @@ def model_facts(name: str, pooling: str = "mean", longest: int | None = None) ->
         unpackable = f"{name} has soft-capped logits, whose kernel for packed rows looks both ways"
     return ModelFacts(
         layers=layers,
-        own_gpt=kind == OWN_GPT,
+        own_gpt=kind == model_shapes.OWN_GPT,
         unpackable=unpackable,
         own_attention=kind in OWN_ATTENTION,
         packed_attention=_packed_attention(kind, fields),
@@ -205,10 +198,10 @@ def model_fields(name: str) -> dict[str, Any]:
     """Read the fields of a model's config (of its text part) from a folder, catalogue or hub."""
     folder = Path(name)
     if folder.is_dir():
-        fields = read_model_config(folder)
+        fields = model_shapes.read_model_config(folder)
     else:
         try:
-            fields = model_shape(name).config
+            fields = model_shapes.model_shape(name).config
         except BadInput:
             if not may_be_on_hub(name):
                 raise
@@ -221,7 +214,7 @@ def _unpackable(name: str, kind: str, fields: dict[str, Any], longest: int | Non
     if kind in OWN_ATTENTION:
         reason = model_obstacle(fields, longest)
         return None if reason is None else f"{name} has its own attention, and {reason}"
-    heads, width = heads_of(fields), width_of(fields)
+    heads, width = model_shapes.heads_of(fields), model_shapes.width_of(fields)
     head = fields.get("head_dim") or (width // heads if heads and width else 64)
     capped = bool(fields.get("attn_logit_softcapping"))
     if head % 8 or head > LARGEST_HEAD or (capped and head not in CAPPED_HEADS):

@@ -125,7 +125,6 @@ class GptShape:
 
     @property
     def parameters(self) -> int:
-        """Number of weights."""
         blocks = self.n_layer * (12 * self.n_embd**2 + 2 * self.n_embd)
         return blocks + (self.vocab_size + self.block_size + 1) * self.n_embd
 

@@ -19,15 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from trainfit.planning.estimator.kernel_buffers import (
-    find_buffers,
-    is_library,
-    is_view,
-    kernel_reads,
-    last_uses,
-    overwritten,
-    views_in_use,
-)
+from trainfit.planning.estimator import kernel_buffers
 from trainfit.planning.estimator.quick_fakes import Shape, shape_of
 from trainfit.planning.estimator.recorder import Entry, Recorder
 from trainfit.planning.estimator.step_time import Work
@@ -66,11 +58,11 @@ class FusedGraph:
         """Find the buffers of a graph, and the places where they end."""
         self._module = graph
         self._nodes = list(graph.graph.nodes)
-        buffers = find_buffers(self._nodes)
-        self._made = buffers | views_in_use(self._nodes)
-        self._ends = last_uses(self._nodes, buffers)
-        self._reads = kernel_reads(self._nodes, buffers)
-        self._overwritten = overwritten(self._nodes, buffers, self._ends)
+        buffers = kernel_buffers.find_buffers(self._nodes)
+        self._made = buffers | kernel_buffers.views_in_use(self._nodes)
+        self._ends = kernel_buffers.last_uses(self._nodes, buffers)
+        self._reads = kernel_buffers.kernel_reads(self._nodes, buffers)
+        self._overwritten = kernel_buffers.overwritten(self._nodes, buffers, self._ends)
         self._tapes: dict[Any, _Tape | None] = {}
 
     def __call__(self, args: list[Any]) -> Any:
@@ -176,9 +168,9 @@ class FusedGraph:
         return values | made | tape.others
 
     def _run(self, node: fx.Node, values: _Values, recorder: Recorder | None) -> None:
-        if is_library(node) or is_view(node):
+        if kernel_buffers.is_library(node) or kernel_buffers.is_view(node):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            seen = recorder if is_library(node) else None
+            seen = recorder if kernel_buffers.is_library(node) else None
             with _unseen() if seen is None else seen.compiled():
                 values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             return

@@ -18,31 +18,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from trainfit.planning.estimator import step_work
 from trainfit.planning.estimator.allocator import Event
 from trainfit.planning.estimator.kernel_buffers import Device, temporary_bytes
 from trainfit.planning.estimator.quick_fakes import Call, QuickFakes, Recipe, describe, learn
 from trainfit.planning.estimator.step_time import Work
-from trainfit.planning.estimator.step_work import (
-    BY_SHAPE,
-    QUANTIZED,
-    attach,
-    compute,
-    known,
-    works_of,
-)
 
 aten = torch.ops.aten
 HANDLES = 2
 """Threads that call cuBLAS, each with a workspace: the program's and autograd's."""
 _INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_})
-_MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm}) | QUANTIZED
+_MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm}) | step_work.QUANTIZED
 _BY_LENGTHS = (aten._pack_padded_sequence.default, aten._ctc_loss.Tensor)
 """Operations whose result is as large as lengths say, which are integers."""
 _BY_VALUE = (
     _INDEXING
     | {aten.masked_select, aten.nonzero, aten._local_scalar_dense}
     | {func.overloadpacket for func in _BY_LENGTHS}
-    | set(BY_SHAPE)
+    | set(step_work.BY_SHAPE)
 )
 """Operations whose result may depend on values, or whose values are known."""
 _HOST = "trainfit::host_zeros"
@@ -206,11 +199,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.masked_select.default:
             x, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
             func, args = aten.index.Tensor, (x, self._rows_of(mask))
-        if func is aten.bincount.default and args[2:] and known(args[0]) is None:
+        if func is aten.bincount.default and args[2:] and step_work.known(args[0]) is None:
             return self._counted(*args), (), ()
         if func in _BY_LENGTHS:
             return self._by_lengths(func, *args), (), ()
-        told, values = compute(func, args, kwargs)
+        told, values = step_work.compute(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return values if told else self._guess(func, args[0]), (), ()
         if func is aten.nonzero.default:
@@ -223,11 +216,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._elsewhere[out.untyped_storage()._cdata] = out.untyped_storage()
         if func._overloadpacket in _MATRIX_PRODUCTS:
             self._take_workspace()
-        attach(out, values if told else None)
+        step_work.attach(out, values if told else None)
         self.follow(item for item in tree_iter(out) if isinstance(item, torch.Tensor))
         buffers = tuple(temporary_bytes(func, args, device) for device in self._devices)
         self.pass_through(buffers)
-        works = works_of(func, args, kwargs, out)
+        works = step_work.works_of(func, args, kwargs, out)
         for work in works:
             self.note(work)
         return out, works, buffers
@@ -348,7 +341,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 torch.empty(len(sizes), dtype=torch.long),
             )
             with _disable_current_modes():
-                attach(made[1], torch.tensor(sizes))
+                step_work.attach(made[1], torch.tensor(sizes))
         self.follow(made)
         return made
 
@@ -359,7 +352,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return counts
 
     def _lengths(self, lengths: torch.Tensor, longest: int) -> list[int]:
-        values = known(lengths)
+        values = step_work.known(lengths)
         self.masks += values is None
         with _disable_current_modes():
             found: list[int] = [longest] * len(lengths) if values is None else values.tolist()
