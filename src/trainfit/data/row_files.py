@@ -213,9 +213,8 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]], by_line: bool
     """
     mark = find_separator(path)
     lines = csv.reader(_csv_lines(path, mark, by_line), delimiter=mark, strict=True)
-    number = 0
     try:
-        header = [name.strip() for name in next(lines, [])]
+        number, header = 0, [name.strip() for name in next(lines, [])]
         spellings = [(names,) if isinstance(names, str) else names for names in columns]
         places = {names[0]: _place(path, header, names) for names in spellings}
         for number, values in enumerate(lines, 1):
@@ -245,8 +244,8 @@ def _has_plain_quotes(path: Path, _changed: int) -> bool:
     """Tell a table, read whole, with a row in each line that as CSV breaks, or has fewer rows."""
     width, lines = _shape(line.split("\t") for line in _table_lines(path) if line.strip("\r\n"))
     quoted, rows = _shape(csv.reader(_table_lines(path), delimiter="\t", strict=True))
-    fields = (field for line in _table_lines(path) for field in _OPENED.findall(line))
-    joined = width > 1 and rows < lines and not any('""' in field[1:] for field in fields)
+    opened = (one for line in _table_lines(path) for one in _OPENED.findall(line))
+    joined = width > 1 and rows < lines and not any('""' in one[1:] for one in opened)
     return width > 0 and (not quoted or joined)
 
 
@@ -334,10 +333,10 @@ def _objects(path: Path) -> Rows:
         lines = chain([second], lines)
     for number, line in enumerate(chain([first], lines), 1):
         if line.strip():
-            place = f"{path}: row {number}"
-            row = _parsed(line, place)
+            row = _parsed(line, f"{path}: row {number}")
             if not isinstance(row, dict):
-                raise BadInput(f"{place} is not a JSON object", "write one object per line")
+                fix = "write one object per line"
+                raise BadInput(f"{path}: row {number} is not a JSON object", fix)
             yield number, dict(flatten(row))  # names such as data.text, of an object inside
 
 
