@@ -90,6 +90,7 @@ def test_what_is_asked_for_decides():
         (["0", "1", "2"] * 10 + ["-1.0"], ["0", "1", "2"] * 10),
         ([0, 1, 2, -1] * 5, ["0", "1", "2", "-1"] * 5),
         ([0, 1] * 30 + [-1], ["0", "1"] * 30 + ["-1"]),  # a sentiment
+        ([0, 1, 2] * 4000 + [-1] * 9, ["0", "1", "2"] * 4000 + ["-1"] * 9),  # sorted by class
         ([-2, -1, 0, 1, 2], ["-2", "-1", "0", "1", "2"]),
     ],
 )
@@ -97,7 +98,7 @@ def test_a_mark_for_no_label_is_no_class(labels: list[Any], left: list[str], tmp
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": "a", "label": one}) for one in labels))
     count, kind = RowCount(), infer_labels(path, Columns(), "auto")
-    [chunk] = read_chunks(path, Columns(), kind=kind, count=count)
+    [chunk] = read_chunks(path, Columns(), 20_000, kind=kind, count=count)
     assert chunk.labels == left
     assert count.skipped == len(labels) - len(left)
 

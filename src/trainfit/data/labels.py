@@ -101,7 +101,7 @@ def is_missing(value: Any) -> bool:
 def _stand_in(known: Sequence[Any]) -> str | None:
     """Find what a label that is not there is written as: - beside words, -1 beside 0, 1, 2 …
 
-    A sentiment may be - beside +, or -1 beside 0 and 1.
+    A sentiment may be - beside +, or -1 beside 0 and 1. Rows to come may have a class of -1.
     """
     counts = Counter(map(_plain, known))
     others = counts.keys() - set(STAND_INS)
@@ -109,8 +109,7 @@ def _stand_in(known: Sequence[Any]) -> str | None:
         return None
     if others != set(map(str, range(len(others)))):
         return "-"
-    rare = len(others) > 2 and counts["-1"] <= _RARE * len(known)
-    return "-1" if rare or not counts["-1"] else None
+    return "-1" if len(others) > 2 and 0 < counts["-1"] <= _RARE * len(known) else None
 
 
 def _plain(value: Any) -> str:
