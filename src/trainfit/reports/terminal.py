@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import measure_renderables
 from rich.panel import Panel
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
@@ -109,7 +110,10 @@ class _Table(Table):
     """A table that a narrower terminal shows as a list, with a line for each number."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        needed = self.__rich_measure__(console, options.update(width=10_000)).minimum
+        wide, needed = options.update(width=10_000), 2 * (len(self.columns) - 1)
+        for column in self.columns:
+            size = measure_renderables(console, wide, [column.header, *column.cells])
+            needed += size.maximum if column.no_wrap else size.minimum
         if needed <= options.max_width or not any(column.no_wrap for column in self.columns):
             yield from super().__rich_console__(console, options)
             return
