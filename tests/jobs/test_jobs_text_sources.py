@@ -78,6 +78,11 @@ def test_a_folder_of_files_is_its_splits(tmp_path: Path):
     assert "not used: validation_matched.csv, validation_mismatched.csv" in "".join(notes)
     data, notes = settled(f"data.train={tmp_path}")
     assert (data.validation, data.test) == (str(tmp_path / "dev.tsv"), None)
+    put(tmp_path / "test.csv").rename(tmp_path / "Test.CSV")
+    (tmp_path / ".test.csv").write_text("hidden")
+    data, notes = settled(f"data.train={tmp_path}")
+    assert data.test == str(tmp_path / "Test.CSV")
+    assert "hidden" not in "".join(notes)
     put(tmp_path / "train.json")
     with pytest.raises(BadInput, match=r"holds train.csv and train.json; name one of them"):
         settled(f"data.train={tmp_path}")

@@ -243,15 +243,19 @@ def _listed(folder: Path) -> str:
 
 def _tables(folder: Path, kinds: Kinds) -> list[Path]:
     """Files of these kinds in a folder, and its saved splits."""
-    there = sorted(folder.glob("*"))
-    return [one for one in there if one.suffix.lower() in kinds or (one / "state.json").is_file()]
+    return [
+        one
+        for one in sorted(folder.glob("[!.]*"))
+        if (one.is_file() and one.suffix.lower() in kinds) or (one / "state.json").is_file()
+    ]
 
 
 def _places(folder: Path, names: tuple[str, ...], kinds: Kinds) -> Iterator[Path]:
-    for name in names:
-        if (folder / name / "state.json").is_file():
-            yield folder / name
-        yield from (path for end in kinds if (path := folder / f"{name}{end}").is_file())
+    there = _tables(folder, kinds)
+    for name in map(str.lower, names):
+        for one in there:
+            if name == (one.stem if one.is_file() else one.name).lower():
+                yield one
 
 
 # ReDSM5 as published: words per post, and pairs of a post with nine criteria.
