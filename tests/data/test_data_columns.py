@@ -110,6 +110,16 @@ def test_quotes_between_tabs_may_stand_as_they_are(tmp_path: Path):
     assert [row["text"] for _, row in read_rows(path, ["text", "label"])] == texts
 
 
+def test_quotes_between_tabs_that_pair_up_by_chance_join_no_rows(tmp_path: Path):
+    path = tmp_path / "a.tsv"
+    path.write_text('label\ttext\n1\t"Great, she said\n0\tdull\n1\tthe end"\n0\tbad\n')
+    table = pd.read_csv(path, sep="\t", quoting=csv.QUOTE_NONE)
+    assert [row["text"] for _, row in read_rows(path, ["text", "label"])] == [*table["text"]]
+    for content in ('label\ttext\n1\t"two\nlines"\n0\tone\n', 'text\n"two\nlines"\none\n'):
+        path.write_text(content)  # a field of several lines
+        assert [row["text"] for _, row in read_rows(path, ["text"])] == ["two\nlines", "one"]
+
+
 @pytest.mark.parametrize(
     ("content", "mark"),
     [

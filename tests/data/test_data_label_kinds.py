@@ -11,7 +11,7 @@ import pytest
 
 from trainfit.core.errors import BadInput
 from trainfit.data.labels import LabelKind, infer_kind, read_label, strata_of
-from trainfit.data.text_files import Columns, infer_labels, read_chunks
+from trainfit.data.text_files import Columns, RowCount, infer_labels, read_chunks
 
 JOINED = ["a|b", "a", "b|c", "a|c"] * 5
 
@@ -78,6 +78,29 @@ def test_what_is_asked_for_decides():
     assert not infer_kind([[0, 1], [1]], "multi").by_place
     assert infer_kind(["1.0", "2", "nan"]).whole
     assert not infer_kind(["1.0", "a"]).whole
+
+
+@pytest.mark.parametrize(
+    ("labels", "left"),
+    [
+        (["yes", "no", "-", "yes"], ["yes", "no", "yes"]),  # SNLI
+        (["+", "-", "0", "+"], ["+", "-", "0", "+"]),
+        (["yes", "-", "yes"], ["yes", "-", "yes"]),
+        ([0, 1, 2] * 10 + [-1], ["0", "1", "2"] * 10),  # datasets
+        (["0", "1", "2"] * 10 + ["-1.0"], ["0", "1", "2"] * 10),
+        ([0, 1, 2, -1] * 5, ["0", "1", "2", "-1"] * 5),
+        ([0, 1] * 30 + [-1], ["0", "1"] * 30 + ["-1"]),  # a sentiment
+        ([0, 1, 2] * 4000 + [-1] * 9, ["0", "1", "2"] * 4000 + ["-1"] * 9),  # sorted by class
+        ([-2, -1, 0, 1, 2], ["-2", "-1", "0", "1", "2"]),
+    ],
+)
+def test_a_mark_for_no_label_is_no_class(labels: list[Any], left: list[str], tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": "a", "label": one}) for one in labels))
+    count, kind = RowCount(), infer_labels(path, Columns(), "auto")
+    [chunk] = read_chunks(path, Columns(), 20_000, kind=kind, count=count)
+    assert chunk.labels == left
+    assert count.skipped == len(labels) - len(left)
 
 
 def test_missing_labels_are_skipped_in_every_format(tmp_path: Path):

@@ -98,6 +98,24 @@ def test_any_text_comes_through(parts: list[str], tmp_path_factory: pytest.TempP
     assert found == END_OF_TEXT.join(parts).split(END_OF_TEXT)
 
 
+@pytest.mark.parametrize("ending", ["txt", "csv"])
+def test_the_end_of_a_single_file_is_held_out(ending: str, tmp_path: Path):
+    path, whole = tmp_path / f"book.{ending}", "".join(f"{text}\n" for text in texts(40))
+    path.write_text(whole if ending == "txt" else f'text\n"{whole}"\n')
+    if ending == "csv":  # a row is not cut
+        with pytest.raises(BadInput, match="of 1 documents none is left"):
+            prepare_tokens([path], tmp_path / "tokens", HOW)
+        return
+    prepare_tokens([path], tmp_path / "tokens", HOW)
+    data = open_tokens(tmp_path / "tokens")
+    parts = [
+        documents_in(tmp_path / "tokens", ids, data.header.end_of_text)
+        for ids in (data.train, data.validation)
+    ]
+    assert parts[0] + parts[1] == [whole[: len(parts[0][0])], whole[len(parts[0][0]) :]]
+    assert len(parts[1][0]) == pytest.approx(len(whole) * HOW.validation_share, rel=0.2)
+
+
 def test_long_documents_come_in_pieces_on_one_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(corpus, "_BLOCK", 64)
     monkeypatch.setattr(corpus, "_LONGEST", 200)
@@ -288,7 +306,6 @@ def test_wrong_files_are_refused_in_one_line(
     ("documents", "more", "says"),
     [
         (["", "  \n "], [], "the corpus is empty"),
-        (["only one"], [], "of 1 documents none is left"),
         (texts(5), ["--vocab-size", "200"], "vocab_size is 200"),
         (texts(5), ["--tokenizer", "none.json"], "cannot read none.json"),
         (texts(5), ["--input", "nowhere"], "no file or folder nowhere"),

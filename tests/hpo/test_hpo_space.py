@@ -101,7 +101,7 @@ def test_a_sweep_changes_the_space_and_a_value_leaves_it():
         ("hpo.space={training.learning_rate:{kind:int,low:0.1,high:0.9}}", "of whole numbers"),
         ("hpo.space={}", "the search space is empty"),
         ("hpo.config={training.learning_rate:nan}", "learning_rate is"),
-        ("hpo.trails=3", "unknown key hpo.trails.*trials"),
+        ("hpo.trails=3", "unknown key hpo.trails; did you mean hpo.trials"),
         ("hpo.trials=0", "trials is 0"),
         ("hpo.pruner=medium", "median"),
         ("hpo=small", "unknown hpo=small"),

@@ -437,15 +437,19 @@ def test_the_embedded_corpus_is_what_trains_without_data(
     assert HardwareProfile.load(folder / "hardware.json").cpu.cores >= 1
 
 
-def test_token_files_of_nanogpt_train_too(tmp_path: Path):
+def test_token_files_of_nanogpt_train_too(tmp_path: Path, capsys: Any):
     folder = tmp_path / "nano"
     folder.mkdir()
     ids = np.random.default_rng(0).integers(0, 65, 3000).astype(np.uint16)
     ids.tofile(folder / "train.bin")
     ids[:400].tofile(folder / "val.bin")
     (folder / "meta.json").write_text('{"vocab_size": 65}')
-    done = train(compose("gpt", [*gpt_words(tmp_path), f"data.data_dir={folder}"]))
-    assert done.val_loss is not None
-    assert open_tokens(folder).unigram_entropy == pytest.approx(done.unigram_entropy)
+    words = ["train", "gpt", *gpt_words(tmp_path), f"data.data_dir={folder}"]
+    assert run([*words, "--json"]) == 0
+    out, err = capsys.readouterr()
+    done = json.loads(out)
+    assert done["val_loss"] is not None
+    assert open_tokens(folder).unigram_entropy == pytest.approx(done["unigram_entropy"])
+    assert "trainfit sample" not in err
     with pytest.raises(BadInput, match=r"no tokenizer\.json"):
-        open_writer(Path(done.run))
+        open_writer(Path(done["run"]))

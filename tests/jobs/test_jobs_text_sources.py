@@ -71,6 +71,18 @@ def test_a_folder_of_files_is_its_splits(tmp_path: Path):
     data, notes = settled(f"data.train={tmp_path}", f"data.validation={tmp_path / 'train.csv'}")
     assert (data.validation, data.test) == (str(tmp_path / "train.csv"), None)
     assert "test.csv is left out: it has no labels in the column sentiment" in notes
+    for name in ("validation_matched.csv", "validation_mismatched.csv"):
+        put(tmp_path / name)
+    (tmp_path / "test.csv").write_text("review,sentiment\nsecret,-1\n")
+    data, notes = settled(f"data.train={tmp_path}", f"data.test={tmp_path / 'dev.tsv'}")
+    assert "not used: validation_matched.csv, validation_mismatched.csv" in "".join(notes)
+    data, notes = settled(f"data.train={tmp_path}")
+    assert (data.validation, data.test) == (str(tmp_path / "dev.tsv"), None)
+    put(tmp_path / "test.csv").rename(tmp_path / "Test.CSV")
+    (tmp_path / ".test.csv").write_text("hidden")
+    data, notes = settled(f"data.train={tmp_path}")
+    assert data.test == str(tmp_path / "Test.CSV")
+    assert "hidden" not in "".join(notes)
     put(tmp_path / "train.json")
     with pytest.raises(BadInput, match=r"holds train.csv and train.json; name one of them"):
         settled(f"data.train={tmp_path}")
@@ -214,7 +226,32 @@ def test_one_command_trains_on_a_table_of_reviews_and_answers(
     assert config["config"]["data"]["label_column"] == "sentiment"
     assert config["origins"]["data.label_column"] == "found"
     assert run(["predict", str(folder), str(path)]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == len(ROWS)
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)) == len(ROWS)
+    assert "or more" not in err
+    texts = ["", "fir " * 50, " ", "elm"]
+    assert (
+        run(["predict", str(folder), *(word for text in texts for word in ("--text", text))]) == 0
+    )
+    out, err = capsys.readouterr()
+    assert [row["row"] for row in json.loads(out)] == [2, 4]
+    assert "note: skipped 2 of 4 rows without text" in err
+    assert "note: 1 of 2 rows have 16 tokens or more: what is beyond is cut off" in err
+    assert run(["predict", str(folder), "--text", ""]) == 2
+    assert "there is no text to classify" in capsys.readouterr().err
+
+
+def test_the_only_row_of_a_class_is_trained_on_in_every_fold(tmp_path: Path):
+    rows = [{"text": f"words {n}", "label": "ab"[n % 2]} for n in range(30)]
+    rows[7]["label"] = "rare"
+    pd.DataFrame(rows).to_csv(tmp_path / "a.csv", index=False)
+    tokenizer = learn_tokenizer(row["text"] for row in rows)
+    found = load_text_files(tmp_path / "a.csv", tokenizer, max_length=9, folds=3)
+    for data in found:
+        assert 8 in data.train.rows
+        assert not {8} & {*data.validation.rows, *data.test.rows}
+    held = sorted(row for data in found for row in data.validation.rows)
+    assert held == sorted({*range(1, 31)} - {8, *found[0].test.rows})
 
 
 FILES = {

@@ -55,6 +55,25 @@ def test_names_that_look_like_markup_are_printed_as_they_are(capsys: pytest.Capt
     assert (head.split(), row.split()) == (names, [names[0], *names])
 
 
+@pytest.mark.parametrize("width", [20, 40, 46, 80])
+def test_a_narrow_terminal_shows_every_score_whole(width: int):
+    made = terminal.table("Scores", ("",), ("precision of a", "macro_f1", "accuracy", "recall"))
+    made.add_row("model [a]", "0.9123", "0.8123", "0.7123", "0.6123")
+    made.add_row("majority class", "", "0.5123", "", "0.4123")
+    console = Console(file=io.StringIO(), width=width, markup=False)
+    console.print(made)
+    title, *lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert title.strip() == "Scores"
+    assert max(map(len, lines)) <= width
+    shown = " ".join(" ".join(lines).split())
+    if width < 80:
+        first = "model [a] precision of a 0.9123 macro_f1 0.8123 accuracy 0.7123 recall 0.6123"
+        assert shown == f"{first} majority class macro_f1 0.5123 recall 0.4123"
+    else:
+        first = "precision of a macro_f1 accuracy recall model [a] 0.9123 0.8123 0.7123 0.6123"
+        assert shown == f"{first} majority class 0.5123 0.4123"
+
+
 def fold(number: int, scores: list[float]) -> FoldScores:
     metrics = binary_metrics(np.array([0, 1, 0, 1]), np.array(scores))
     return FoldScores(

@@ -39,6 +39,13 @@ def test_a_url_loses_its_credentials_wherever_it_stands(secret: str, scheme: str
         "PGPASSWORD=SECRETWORD",
         "--hf-token=SECRETWORD",
         "Authorization: Bearer SECRETWORD",
+        "Authorization: SECRETWORD",
+        "DATABASE_URL=SECRETWORD",
+        "DB_PW=SECRETWORD mypass=SECRETWORD PASSWORD1=SECRETWORD",
+        "{'token': 'SECRETWORD'}",
+        "hf_token: SECRETWORD, X-Api-Key: SECRETWORD",
+        "OPENAI_KEY=SECRETWORD SESSION_COOKIE='SECRETWORD'",
+        "hf_SECRETWORDSECRETWORD01",
     ],
 )
 def test_named_secrets_go(text: str):
@@ -57,6 +64,7 @@ def test_named_secrets_go(text: str):
         "C:/me@work/runs",
         "tokenizer=hello, key=3, compass=north; the token: it was there",
         "hpo.storage=sqlite:///runs/hpo.db",
+        "nats_per_token: 3.2, db_url=sqlite:///runs/hpo.db, hf_trainer_of_a_team_1.py",
     ],
 )
 def test_what_is_no_secret_stays(text: str):
@@ -77,8 +85,11 @@ def test_the_values_of_secret_variables_are_found_without_a_name(monkeypatch: py
     monkeypatch.setenv("MYSQL_PWD", "batterystaple")
     monkeypatch.setenv("PIN_KEY", "7")  # would be found in every number
     monkeypatch.setenv("KEY", "/home/someone/key.pem")
+    monkeypatch.setenv("DATABASE_URL", "staplecorrect")
+    monkeypatch.setenv("PROXY", "http://someone:horsebattery@proxy.example:8080")
     said = redact("the server refused correcthorse9, batterystaple; see /home/someone/key.pem, 7")
     assert said == "the server refused ***, ***; see /home/someone/key.pem, 7"
+    assert redact("staplecorrect of proxy.example, horsebattery") == "*** of proxy.example, ***"
 
 
 def test_plain_data_keeps_its_form():

@@ -126,14 +126,15 @@ def predict(
         items = [*map(as_item, texts)] if path is None else read_items(path, text_column)
         _give(own_steps.predict(run, place, items), output, form)
         return
-    found: dict[str, list[Any]] = {"text": [*texts]} | ({"second": [*seconds]} if seconds else {})
-    numbers = [*range(1, 1 + len(texts))]
     if path is not None:
         found, numbers = read_table(path, columns)
-    elif lined:
-        numbers = [at for at, text in enumerate(texts, 1) if text.strip()]
-        found = {"text": [texts[at - 1] for at in numbers]}
-        tell_skipped(len(texts) - len(numbers), len(texts))
+    else:
+        given = {"text": texts, "second": seconds} if seconds else {"text": texts}
+        asked = enumerate(zip(*given.values(), strict=True), 1)
+        filled = {at: row for at, row in asked if all(map(str.strip, row))}
+        numbers = [*filled]
+        found = {role: [row[place] for row in filled.values()] for place, role in enumerate(given)}
+        tell_skipped(len(texts) - len(filled), len(texts))
     with loading():
         from trainfit.jobs.predict import answer
     with terminal.busy("predicting"):

@@ -211,7 +211,8 @@ def command(
             training_lines.end(result, as_json=as_json)
             if result.status == "finished" and first:
                 report_on(result.run, as_json)
-                if task in _USE:
+                decodes = task != "gpt" or (Path(result.run) / "tokenizer.json").is_file()
+                if task in _USE and decodes:
                     click.echo(_USE[task].format(run=shlex.quote(result.run)), err=as_json)
     if result.status == "finished" and first:
         job_times.learn(Path(result.run))

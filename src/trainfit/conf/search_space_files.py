@@ -19,7 +19,7 @@ from trainfit.conf import composition
 from trainfit.conf.aliases import Name, Share, Steps
 from trainfit.core import codec
 from trainfit.core.codec import Length, Range
-from trainfit.core.errors import BadConfig, BadInput, brief, did_you_mean
+from trainfit.core.errors import BadConfig, BadInput, brief, did_you_mean, nearest
 from trainfit.core.files import check_name
 
 Number = Annotated[float, Range(-1e15, 1e15)]
@@ -150,7 +150,8 @@ def _sorted_words(
 def _set(settings: dict[str, Any], name: str, value: Any) -> None:
     fields = HpoConfig.__dataclass_fields__
     if name not in fields:
-        fix = did_you_mean(name, fields, f"the fields of hpo are {', '.join(fields)}")
+        near = " or ".join(f"hpo.{one}" for one in nearest(name, fields))
+        fix = f"did you mean {near}?" if near else f"the fields of hpo are {', '.join(fields)}"
         raise BadInput(f"unknown key hpo.{name}", fix)
     settings[name] = value
 

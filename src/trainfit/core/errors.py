@@ -15,13 +15,14 @@ from typing import Any
 HIDDEN = "***"
 _TOKEN = "".join(rf"(?<!{kind}_)" for kind in ("pad", "eos", "bos", "unk", "cls", "sep", "mask"))
 """Expression that keeps pad_token and the like, which are no secrets, out of the names."""
+_DATABASE = r"(?:database|db|mysql|postgres|mongo|redis)[_-]ur[il]|conn(?:ection)?_?str(?:ing)?"
 _NAMES = (
-    rf"(?:pass(?:word|wd|phrase)?|pwd|secret|{_TOKEN}token|credentials?"
-    r"|(?:api|access|private|auth)[_-]?key)"
+    rf"(?:(?:db|my|pg)?pass(?:word|wd|phrase)?|pwd?|secrets?|{_TOKEN}token|credentials?|auth|jwt"
+    rf"|cookie|dsn|{_DATABASE}|(?:api|access|private|auth)[_-]?key)\d*"
 )
-_SECRET_NAME = re.compile(rf"(?:^|[\W_]|\w(?=pass)){_NAMES}$", re.IGNORECASE)
+_SECRET_NAME = re.compile(rf"(?:^|[\W_]|\w(?=pass)){_NAMES}$|[^\W_][_-]key$", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(
-    r"(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PASS|_PWD|_PAT)$", re.IGNORECASE
+    rf"(?:^|_){_NAMES}$|(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PAT)$", re.IGNORECASE
 )
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Characters that a terminal obeys instead of showing them, but for tabs and line ends."""
@@ -33,21 +34,30 @@ _URL = re.compile(r"(:/(?:/|(?=[^\s/?#@:]+:)))(?:[^\s/?#'\"<>]*|[^\s/?#@:'\"<>]*
 
 The second form is a password with a slash in it, which database drivers accept.
 """
+_PASSWORD = re.compile(r"://[^\s/@:]*:([^\s@/]+)@")
 _URL_WORD = re.compile(r"(://)(?:[^/?#]*|[^/?#@:]*:.*)@", re.DOTALL)
 """A URL as one word of a command, which may contain spaces."""
 _ASSIGNED = re.compile(
-    rf"((?<![\w.-])[\w.-]*?(?:(?<![a-z]){_NAMES}|password)['\"]?=\s?|"
-    r"\b[\w.-]*(?:password|secret)['\"]?\s?:\s?)"
-    r"(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s&;,'\"]+)",
+    rf"((?<![\w.-])[\w.-]*?(?:(?:(?<![a-z]){_NAMES}|password[\w-]*|[_-]key)['\"]?=\s?|"
+    rf"(?:password|secret|[_-]{_TOKEN}token|(?:api|[_-])key)['\"]?\s?:\s?(?![\d.]+\b))|"
+    rf"['\"]{_NAMES}['\"]\s?:\s?)"
+    r"(?!['\"]?[\w+.-]+://)(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s&;,'\"]+)",
     re.IGNORECASE,
 )
-_BEARER = re.compile(r"(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
+"""A value behind the name of a secret; an address loses its credentials alone."""
+_BEARER = re.compile(
+    r"(\b(?:(?:bearer|basic)\s+|authorization\W{1,4}(?:\w+\s+)?))[\w.~+/=-]{8,}", re.IGNORECASE
+)
+_ISSUED = re.compile(
+    r"(\b(?:hf_|gh[a-z]_|glpat-|sk-(?:\w+-)?|xox[a-z]-|AKIA))(?=\w*\d)[A-Za-z0-9]{16,}"
+)
+"""Tokens that are told by how they begin."""
 
 
 def redact(text: str) -> str:
     """Remove credentials in URLs, named secrets and the values of secret variables."""
     text = _URL.sub(rf"\1{HIDDEN}@", text)
-    for pattern in (_BEARER, _ASSIGNED):
+    for pattern in (_BEARER, _ASSIGNED, _ISSUED):
         text = pattern.sub(rf"\1{HIDDEN}", text)
     for value in _variables(os.environ):
         text = text.replace(value, HIDDEN)
@@ -92,15 +102,16 @@ def _named(name: str, value: Any) -> Any:
 
 
 def _variables(environment: Mapping[str, str]) -> list[str]:
-    """List the values of variables that are named like a secret, the longest first."""
+    """List the values of variables that are named like a secret, and passwords in addresses.
+
+    The longest come first.
+    """
+    named = (value for name, value in environment.items() if _SECRET_VARIABLE.search(name))
     found = {
-        value
-        for name, value in environment.items()
-        if _SECRET_VARIABLE.search(name)
-        and len(value) >= _SHORTEST
-        and not value.startswith(("/", "~", "."))
+        value for value in named if not value.startswith(("/", "~", ".")) and "://" not in value
     }
-    return sorted(found, key=len, reverse=True)
+    found.update(_PASSWORD.findall("\n".join(environment.values())))
+    return sorted((one for one in found if len(one) >= _SHORTEST), key=len, reverse=True)
 
 
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,10 @@ _BINS = 10
 """Ranges of numbers that a split spreads evenly."""
 _MISSING = frozenset({"nan", "<na>", "null", "#n/a"})
 """Words, in lower case, that programs write where a label is missing; never names of classes."""
+STAND_INS = ("-", "-1")
+"""Labels of rows without one, as SNLI and `datasets` write them, unless they are classes."""
+_RARE = 0.05
+"""Share of the rows that such numbers have, at most."""
 _TRUTH = {"true", "false"}
 _QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"")
 _HALVES = re.compile("[\ud800-\udfff]")
@@ -61,6 +66,8 @@ class LabelKind:
     """Classes are whole numbers, which may be written as 1.0, or true and false, also as TRUE."""
     by_place: bool = False
     """A list has a 0 or a 1 for each label: the labels are the places of the ones, from 0."""
+    unlabelled: str | None = None
+    """Label that stands for none."""
 
 
 def infer_kind(
@@ -73,10 +80,13 @@ def infer_kind(
     known = [value for value in values if not is_missing(value)]
     target = _target(known, comma) if asked == "auto" else asked
     if target != "multi":
+        stand_in = _stand_in(known) if target == "single" else None
+        known = [value for value in known if _plain(value) != stand_in]
         numbers = [as_number(value) for value in known] if target == "single" else [None]
         whole = all(number is not None and number.is_integer() for number in numbers)
         whole |= target == "single" and {str(one).strip().lower() for one in known} <= _TRUTH
-        return LabelKind(target=target, comma=comma and target == "regression", whole=whole)
+        comma &= target == "regression"
+        return LabelKind(target=target, comma=comma, whole=whole, unlabelled=stand_in)
     separator = _separator(known, certain=asked == "multi")
     return LabelKind(target=target, separator=separator, by_place=_are_by_place(known, separator))
 
@@ -86,6 +96,26 @@ def is_missing(value: Any) -> bool:
     return value is None or (
         isinstance(value, str) and (not value.strip() or value.strip().lower() in _MISSING)
     )
+
+
+def _stand_in(known: Sequence[Any]) -> str | None:
+    """Find what a label that is not there is written as: - beside words, -1 beside 0, 1, 2 …
+
+    A sentiment may be - beside +, or -1 beside 0 and 1. Rows to come may have a class of -1.
+    """
+    counts = Counter(map(_plain, known))
+    others = counts.keys() - set(STAND_INS)
+    if len(others) < 2 or not all(any(map(str.isalnum, name)) for name in others):
+        return None
+    if others != set(map(str, range(len(others)))):
+        return "-"
+    return "-1" if len(others) > 2 and 0 < counts["-1"] <= _RARE * len(known) else None
+
+
+def _plain(value: Any) -> str:
+    """Write a label as text; whole numbers without a point."""
+    number = as_number(value)
+    return str(value if number is None or number % 1 else int(number)).strip()
 
 
 def _are_by_place(known: Sequence[Any], separator: str | None) -> bool:

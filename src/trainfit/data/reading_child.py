@@ -27,6 +27,8 @@ from typing import Any
 
 _ROWS_PER_BYTE = 1000
 """Most rows per byte of a file above a million rows; more are a small file that never ends."""
+_UNPACKED, _UNPACKED_PER_BYTE = 1 << 29, 100
+"""Most bytes of texts and labels in a small file, and per byte of a larger one."""
 _ROOM = 4
 """Most bytes of tensors per byte of a pickled file: tied tensors are written twice."""
 _GLOBAL = re.compile(r"GLOBAL ([\w.]{1,80})")
@@ -78,11 +80,21 @@ def _parquet(name: str, columns: list[str], size: int) -> Iterator[dict[str, Any
     with parquet.ParquetFile(name, memory_map=False, buffer_size=1 << 20) as file:
         yield _columns(file.schema_arrow)
         names = _class_names(file.schema_arrow)
-        rows = file.metadata.num_rows
-        if not 0 <= rows <= max(1_000_000, _ROWS_PER_BYTE * Path(name).stat().st_size):
+        rows, stored = file.metadata.num_rows, Path(name).stat().st_size
+        if not 0 <= rows <= max(1_000_000, _ROWS_PER_BYTE * stored):
             raise ValueError("more rows than it can hold")
+        if _unpacked(file.metadata, columns) > max(_UNPACKED, _UNPACKED_PER_BYTE * stored):
+            raise ValueError("more than it can hold")
         for batch in file.iter_batches(batch_size=size, columns=columns):
             yield _rows(batch, columns, names)
+
+
+def _unpacked(metadata: Any, columns: list[str]) -> int:
+    """Bytes of these columns before they were compressed, by the end of the file."""
+    groups = (metadata.row_group(at) for at in range(metadata.num_row_groups))
+    parts = (group.column(at) for group in groups for at in range(group.num_columns))
+    wanted = (part for part in parts if part.path_in_schema.split(".")[0] in columns)
+    return sum(part.total_uncompressed_size for part in wanted)
 
 
 def _arrow(name: str, columns: list[str], size: int) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ import difflib
 import io
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -212,9 +213,8 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]], by_line: bool
     """
     mark = find_separator(path)
     lines = csv.reader(_csv_lines(path, mark, by_line), delimiter=mark, strict=True)
-    number = 0
     try:
-        header = [name.strip() for name in next(lines, [])]
+        number, header = 0, [name.strip() for name in next(lines, [])]
         spellings = [(names,) if isinstance(names, str) else names for names in columns]
         places = {names[0]: _place(path, header, names) for names in spellings}
         for number, values in enumerate(lines, 1):
@@ -241,18 +241,21 @@ def _csv_lines(path: Path, mark: str, by_line: bool) -> Iterator[str]:
 
 @cache
 def _has_plain_quotes(path: Path, _changed: int) -> bool:
-    """Tell a table with a row in each line that is no CSV for its quotes; all of it is read."""
-    if _width(csv.reader(_table_lines(path), delimiter="\t", strict=True)):
-        return False
-    return bool(_width(line.split("\t") for line in _table_lines(path) if line.strip()))
+    """Tell a table, read whole, with a row in each line that as CSV breaks, or has fewer rows."""
+    width, lines = _shape(line.split("\t") for line in _table_lines(path) if line.strip("\r\n"))
+    quoted, rows = _shape(csv.reader(_table_lines(path), delimiter="\t", strict=True))
+    opened = (one for line in _table_lines(path) for one in _OPENED.findall(line))
+    joined = width > 1 and rows < lines and not any('""' in one[1:] for one in opened)
+    return width > 0 and (not quoted or joined)
 
 
-def _width(rows: Iterable[list[str]]) -> int:
-    """Number of fields that all rows have; 0 where they differ or cannot be read."""
-    widths = {0}
+def _shape(rows: Iterable[list[str]]) -> tuple[int, int]:
+    """Number of fields that all rows have, and of rows; 0 where they differ or cannot be read."""
+    widths = Counter[int]()
     with suppress(csv.Error):
-        widths = {len(row) for row in rows if row}
-    return widths.pop() if len(widths) == 1 else 0
+        widths.update(len(row) for row in rows if row)
+        return widths.popitem() if len(widths) == 1 else (0, 0)
+    return (0, 0)
 
 
 def _quote(found: re.Match[str]) -> str:
@@ -330,7 +333,11 @@ def _objects(path: Path) -> Rows:
         lines = chain([second], lines)
     for number, line in enumerate(chain([first], lines), 1):
         if line.strip():
-            yield number, _object(line, f"{path}: row {number}")
+            row = _parsed(line, f"{path}: row {number}")
+            if not isinstance(row, dict):
+                fix = "write one object per line"
+                raise BadInput(f"{path}: row {number} is not a JSON object", fix)
+            yield number, dict(flatten(row))  # names such as data.text, of an object inside
 
 
 def _listed_objects(path: Path, text: str) -> Rows:
@@ -361,13 +368,6 @@ def _rows_of(value: dict[str, Any]) -> list[Any]:
     if len(columns) > len(columns[0]):  # by row
         return columns
     return [{name: one[row] for name, one in value.items()} for row in columns[0]]
-
-
-def _object(line: str, place: str) -> dict[str, Any]:
-    row = _parsed(line, place)
-    if not isinstance(row, dict):
-        raise BadInput(f"{place} is not a JSON object", "write one object per line")
-    return dict(flatten(row))  # names such as data.text, of an object inside
 
 
 def _parsed(text: str, place: str) -> Any:

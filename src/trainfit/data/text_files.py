@@ -195,15 +195,18 @@ def _add_text(
     kind: LabelKind,
 ) -> bool:
     """Add a row with its text, or both of a pair; False where it has no text or label."""
-    unlabelled = kind.target != "multi" and is_missing(row[columns.label])
+    label, where = row[columns.label], f"{place}, column {columns.label}"
+    unlabelled = kind.target != "multi" and is_missing(label)
     if unlabelled or any(is_blank(row[name]) for name in columns.texts):
+        return False
+    found = read_label(label, kind, where)
+    if found == kind.unlabelled:
         return False
     chunk.texts.append(_text(row[columns.text], f"{place}, column {columns.text}"))
     if columns.second is not None:
         second = columns.second
         chunk.seconds.append(_text(row[second], f"{place}, column {second}"))
-    label, where = row[columns.label], f"{place}, column {columns.label}"
-    chunk.labels.append(read_label(label, kind, where))
+    chunk.labels.append(found)
     if label is not None:
         check_kind(kinds, label, number, where)
     return True

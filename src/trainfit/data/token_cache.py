@@ -124,6 +124,7 @@ def tokenize_file(
         raise RunFailed(f"{folder} was changed as it was written", "try again")
     if skipped := found.rows - len(found.tokens):
         what = f"{path.name}: skipped {skipped:,} of {found.rows:,} rows without text or label"
+        what += f" ({kind.unlabelled} counts as none)" if kind.unlabelled else ""
         warnings.warn(what, TrainfitWarning, stacklevel=2)
     if found.cut[0]:
         sentences, words = found.cut

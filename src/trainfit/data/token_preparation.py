@@ -104,7 +104,12 @@ def prepare_tokens(
     if taken:
         raise BadInput(f"{output} is there already", "name a new folder, or remove it")
     files = find_files(inputs) if inputs else standard_library()
-    return _prepare(files, output, how or Preparation(), tokenizer, processes, progress or _quiet)
+    how = how or Preparation()
+    sides = _held(files, how)
+    first = next(sides, None)
+    # Of documents on one side of the split alone, such as a single one, ends are held out.
+    how = replace(how, ends=first is not None and all(side == first for side in sides))
+    return _prepare(files, output, how, tokenizer, processes, progress or _quiet)
 
 
 def embedded_tokens(how: Preparation) -> Path:
@@ -118,9 +123,13 @@ def text_tokens(place: Path, how: Preparation) -> Path:
     Of a few documents, the end of each file is held out.
     """
     files = find_texts(place)
-    documents = (piece for piece in _pieces(files, how) if piece.last)
-    few = len(list(islice(documents, _FEW))) < _FEW
+    few = len(list(islice(_held(files, how), _FEW))) < _FEW
     return _kept("texts", files, replace(how, ends=few))
+
+
+def _held(files: Sequence[Path], how: Preparation) -> Iterator[bool]:
+    """Yield for each document, read anew, if it is held out for validation."""
+    return (piece.place < how.validation_share for piece in _pieces(files, how) if piece.last)
 
 
 def _kept(name: str, files: Sequence[Path], how: Preparation) -> Path:

@@ -6,6 +6,7 @@ shares that array, so folds and splits cost no tokens.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trainfit.core.errors import BadInput
+from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.data.tokenizers import join_pairs
 
 if TYPE_CHECKING:
@@ -155,6 +156,14 @@ def tokenize_texts(
     for start in range(0, len(texts), _CHUNK):
         ids += encode_texts(tokenizer, texts[start : start + _CHUNK], max_length)
     return from_lists(ids, labels)
+
+
+def tell_cut(tokens: Tokens, max_length: int) -> None:
+    """Warn of texts that lose their end."""
+    if full := int((tokens.lengths >= max_length).sum()):
+        what = f"{full:,} of {len(tokens):,} rows have {max_length} tokens or more"
+        why = "what is beyond is cut off (data.max_length of the training)"
+        warnings.warn(f"{what}: {why}", TrainfitWarning, stacklevel=3)
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], max_length: int) -> list[list[int]]:

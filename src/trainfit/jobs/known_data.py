@@ -8,7 +8,7 @@ and the plan says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -22,6 +22,7 @@ from trainfit.core.errors import BadInput, brief
 from trainfit.data.columnar import AUTO, choose_columns, is_stream, shown_name
 from trainfit.data.corpus import find_texts
 from trainfit.data.hub import fetch_dataset, is_hub_name
+from trainfit.data.labels import STAND_INS
 from trainfit.data.row_files import KINDS, Kinds, column_names, read_rows
 from trainfit.data.text_files import (
     SPLITS,
@@ -135,18 +136,29 @@ def _settled(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[s
     if not splits:
         found, told = _split_rows(found, folds=folds)
         notes += told
-    for split, path in splits.items():
+    for split, file in splits.items():
         if getattr(data, split) is not None:
             continue
         if split == "validation" and folds:
-            notes.append(f"{path.name} is left out: cv.folds takes the validation data")
-        elif not _has_labels(path, labels, _kinds(data)):
+            notes.append(f"{file.name} is left out: cv.folds takes the validation data")
+        elif not _has_labels(file, labels, _kinds(data)):
             where = shown_name(labels)
-            notes.append(f"{path.name} is left out: it has no labels in the column {where}")
+            notes.append(f"{file.name} is left out: it has no labels in the column {where}")
         else:
-            notes.append(f"data.{split} is {path.name} of the same folder")
-            files[split] = str(path)
-    return replace(found, **files), notes
+            notes.append(f"data.{split} is {file.name} of the same folder")
+            files[split] = str(file)
+    found = replace(found, **files)
+    if path.is_dir() and not (path / "state.json").is_file() and data.split is None:
+        notes += _unused(path, found, splits.values())
+    return found, notes
+
+
+def _unused(folder: Path, data: TextFilesData, known: Iterable[Path]) -> list[str]:
+    """Name the tables of a folder, such as validation_matched, that no split is taken from."""
+    used = {data.train, data.validation, data.test, *map(str, known)}
+    others = [one.name for one in _tables(folder, _kinds(data)) if str(one) not in used]
+    some = ", ".join(others[:5]) + (" …" if len(others) > 5 else "")
+    return [f"not used: {some} (data.validation or data.test names one)"] if others else []
 
 
 def _split_rows(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[str]]:
@@ -180,7 +192,7 @@ def _has_labels(path: Path, column: str, kinds: Kinds) -> bool:
         return False
     values = (row[column] for _, row in islice(read_rows(path, [column], kinds), _FIRST))
     each = (one for value in values for one in (value if isinstance(value, list) else [value]))
-    return any(not is_blank(one) for one in each)
+    return any(not is_blank(one) and str(one) not in STAND_INS for one in each)
 
 
 def find_splits(path: Path, chosen: str | None = None, kinds: Kinds = KINDS) -> dict[str, Path]:
@@ -208,8 +220,7 @@ def find_splits(path: Path, chosen: str | None = None, kinds: Kinds = KINDS) -> 
         if there := _listed(path):
             raise BadInput("the data has no split train", f"name one with data.split: {there}")
         name = "train.csv" if ".csv" in kinds else "train.conll"
-        tables = sorted(one.name for one in path.glob("*") if one.suffix.lower() in kinds)
-        such = f"such as {path / tables[0]}, " if tables else ""
+        such = f"such as {tables[0]}, " if (tables := _tables(path, kinds)) else ""
         raise BadInput(
             f"{path} is no saved dataset and holds no {name}, train.jsonl or the like",
             f"give a file, {such}a folder with {name}, or one that datasets' save_to_disk wrote",
@@ -226,14 +237,24 @@ def _single(path: Path, chosen: str | None) -> dict[str, Path]:
 
 def _listed(folder: Path) -> str:
     """Names of the saved splits of a folder."""
-    return ", ".join(sorted(place.parent.name for place in folder.glob("*/state.json")))
+    return ", ".join(place.name for place in _tables(folder, {}))
+
+
+def _tables(folder: Path, kinds: Kinds) -> list[Path]:
+    """Files of these kinds in a folder, and its saved splits."""
+    return [
+        one
+        for one in sorted(folder.glob("[!.]*"))
+        if (one.is_file() and one.suffix.lower() in kinds) or (one / "state.json").is_file()
+    ]
 
 
 def _places(folder: Path, names: tuple[str, ...], kinds: Kinds) -> Iterator[Path]:
-    for name in names:
-        if (folder / name / "state.json").is_file():
-            yield folder / name
-        yield from (path for end in kinds if (path := folder / f"{name}{end}").is_file())
+    there = _tables(folder, kinds)
+    for name in map(str.lower, names):
+        for one in there:
+            if name == (one.stem if one.is_file() else one.name).lower():
+                yield one
 
 
 # ReDSM5 as published: words per post, and pairs of a post with nine criteria.

@@ -18,7 +18,7 @@ from trainfit.core.errors import BadInput, OutOfMemory, RunFailed, TrainfitWarni
 from trainfit.core.libraries import import_peft, need
 from trainfit.core.plan_records import Precision
 from trainfit.data.model_files import weight_shapes
-from trainfit.data.tokens import Tokens, tokenize_pairs, tokenize_texts, tokenize_words
+from trainfit.data.tokens import Tokens, tell_cut, tokenize_pairs, tokenize_texts, tokenize_words
 from trainfit.engine.checkpoint import read_tensors
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.saved_state import find_nonfinite
@@ -237,9 +237,10 @@ def predict_texts(
     `criteria` are the criteria's texts that the texts are paired with, `seconds` the second texts
     of pairs.
     """
-    found, facts, _ = _mean(
+    found, facts, tokens = _mean(
         folders, device, lambda exported: _tokenize(exported, texts, criteria, seconds)
     )
+    tell_cut(tokens, facts["max_length"])
     return found, facts
 
 

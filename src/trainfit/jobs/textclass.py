@@ -28,7 +28,15 @@ from trainfit.data.row_files import check_file
 from trainfit.data.synthetic import Texts, make_pairs, make_tagged, make_texts
 from trainfit.data.text_files import Columns, read_chunks
 from trainfit.data.token_cache import LabelledTokens, Progress, tokenize_file
-from trainfit.data.tokens import IGNORED, Dataset, IntArray, Tokens, tokenize_texts, tokenize_words
+from trainfit.data.tokens import (
+    IGNORED,
+    Dataset,
+    IntArray,
+    Tokens,
+    tell_cut,
+    tokenize_texts,
+    tokenize_words,
+)
 from trainfit.jobs.configuration import Chosen, choose_weights, kind_of
 from trainfit.jobs.encoder import PreparedEncoder
 from trainfit.jobs.known_data import columns_of
@@ -174,7 +182,7 @@ def load_text_files(
     base = read(train, "train")
     tagged = base.tokens.tags is not None
     if not tagged:  # of words those that were lost are counted
-        _tell_cut(base.tokens, max_length)
+        tell_cut(base.tokens, max_length)
     known = None if tagged else base.classes
     others = {
         name: None if path is None else read(path, name, known)
@@ -192,14 +200,6 @@ def load_text_files(
     if not tagged:
         _tell_unmeasured(datasets[0], classes)
     return datasets
-
-
-def _tell_cut(tokens: Tokens, max_length: int) -> None:
-    """Warn of texts that lose their end."""
-    if full := int((tokens.lengths >= max_length).sum()):
-        what = f"{full:,} of {len(tokens):,} rows have {max_length} tokens or more"
-        why = "what is beyond data.max_length is cut off"
-        warnings.warn(f"{what}: {why}", TrainfitWarning, stacklevel=3)
 
 
 def _tell_unmeasured(data: Dataset, classes: Sequence[str]) -> None:
@@ -266,9 +266,7 @@ def text_datasets(
     made = make_folds(
         items, strata, tokens.groups, folds=folds, share=validation_share, seed=seed + 1
     )
-    sides = [(fold.train, fold.validation) for fold in made]
-    if folds is None:
-        sides = [keep_rare(*sides[0], strata, tokens.groups)]
+    sides = [keep_rare(fold.train, fold.validation, strata, tokens.groups) for fold in made]
     return tuple(
         _dataset(tokens.subset(train), tokens.subset(held), test, classes) for train, held in sides
     )

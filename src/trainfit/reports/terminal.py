@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import measure_renderables
 from rich.panel import Panel
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
@@ -97,12 +98,31 @@ def table(
     title: str = "", left: Iterable[str] = (), right: Iterable[str] = (), **options: Any
 ) -> Table:
     """A table without a frame; the columns of `right` are numbers and never wrap."""
-    made = Table(title=title or None, title_justify="left", box=None, pad_edge=False, **options)
+    made = _Table(title=title or None, title_justify="left", box=None, pad_edge=False, **options)
     for heading in left:
         made.add_column(heading)
     for heading in right:
         made.add_column(heading, justify="right", no_wrap=True)
     return made
+
+
+class _Table(Table):
+    """A table that a narrower terminal shows as a list, with a line for each number."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide, needed = options.update(width=10_000), 2 * (len(self.columns) - 1)
+        for column in self.columns:
+            size = measure_renderables(console, wide, [column.header, *column.cells])
+            needed += size.maximum if column.no_wrap else size.minimum
+        if needed <= options.max_width or not any(column.no_wrap for column in self.columns):
+            yield from super().__rich_console__(console, options)
+            return
+        if self.title:
+            yield Text(str(self.title), "table.title")
+        for cells in zip(*(column.cells for column in self.columns), strict=True):
+            for at, (column, cell) in enumerate(zip(self.columns, cells, strict=True)):
+                if str(cell):
+                    yield Text(f"  {column.header} {cell}" if at else str(cell))
 
 
 def machine_page(
