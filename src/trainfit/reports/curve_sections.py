@@ -73,9 +73,9 @@ _GPUS = (
 )
 _COMPARED_SPEED = ("tokens_per_second", "mfu", "memory_gib")
 _CHOSEN = ("loss", "f1", "macro_f1", "accuracy", "auc")
+"""Figures of evaluations that are plotted first."""
 _MAIN = {"f1": "F1", "macro_f1": "macro F1", "rmse": "RMSE", "val_loss": "validation loss"}
 """Figures that decide, with their titles."""
-"""Figures of evaluations that are plotted first."""
 
 
 def training_section(run: RunFiles) -> Section:
