@@ -18,6 +18,7 @@ from engine_children import context
 from engine_faults import Faults, plant
 from engine_ranks import on_ranks
 from engine_toy import ToyTask, final_bits, final_weights, settings
+from torch.distributed import DistBackendError
 
 from trainfit.core.records import RunResult
 from trainfit.engine.distributed import (
@@ -379,6 +380,12 @@ def test_a_rank_that_lost_another_has_time_to_report_but_not_for_ever(
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (code, said)
     assert time.monotonic() - began < 50
+
+
+def test_ranks_on_one_gpu_are_told_so() -> None:
+    said = "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 50000"
+    assert "two ranks are on one GPU" in str(lost_rank(DistBackendError(said)))
+    assert "another rank has died" in str(lost_rank(DistBackendError("remote process exited")))
 
 
 def test_handlers_are_given_back() -> None:

@@ -157,6 +157,8 @@ def lost_rank(error: BaseException) -> RunFailed | None:
     gone = isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error)
     )
+    if "Duplicate GPU" in str(error):  # as NCCL says it
+        return RunFailed("two ranks are on one GPU", "start one rank for each GPU")
     told = RunFailed("another rank has died", "see its message, and continue with --resume")
     return told if gone else None
 
@@ -234,10 +236,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Record SIGTERM and SIGINT during a block instead of ending the process.
-
-    Only the main thread can; in other threads the request stays empty.
-    """
+    """Record SIGTERM and SIGINT during a block of the main thread; they no longer end it."""
     request = StopRequest()
 
     def note(number: int, _frame: FrameType | None) -> None:
