@@ -18,6 +18,7 @@ from engine_children import context
 from engine_faults import Faults, plant
 from engine_ranks import on_ranks
 from engine_toy import ToyTask, final_bits, final_weights, settings
+from torch.distributed import DistBackendError
 
 from trainfit.core.records import RunResult
 from trainfit.engine.distributed import (
@@ -29,6 +30,7 @@ from trainfit.engine.distributed import (
     gather,
     joined,
     lost_rank,
+    reporting,
     stop_on_signals,
     vote,
 )
@@ -353,11 +355,15 @@ def test_a_lost_machine_is_noticed_by_the_kernel() -> None:
 
 
 _REPORTS = """
-import os, signal, sys, time
+import contextlib, os, signal, sys, time
+from trainfit.core.errors import RunFailed
 from trainfit.engine import distributed
 distributed._REPORTING = float(sys.argv[1])
-with distributed.stop_on_signals():
-    distributed.lost_rank(RuntimeError("gloo: connection closed by peer"))
+with contextlib.suppress(RunFailed), distributed.reporting(distributed.World(size=2)):
+    with distributed.stop_on_signals():
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise distributed.lost_rank(RuntimeError("gloo: connection closed by peer"))
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(1)
 print("reported")
@@ -368,7 +374,7 @@ print("reported")
 def test_a_rank_that_lost_another_has_time_to_report_but_not_for_ever(
     seconds: float, code: int, said: str
 ) -> None:
-    """torchrun asks it to end after the block that notes signals, and before it has said why."""
+    """torchrun asks it to end after its last step, and again before it has said why."""
     began = time.monotonic()
     command = [sys.executable, "-c", _REPORTS, str(seconds)]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
@@ -376,11 +382,20 @@ def test_a_rank_that_lost_another_has_time_to_report_but_not_for_ever(
     assert time.monotonic() - began < 50
 
 
-def test_handlers_are_given_back_unless_a_rank_is_lost() -> None:
+def test_ranks_on_one_gpu_are_told_so() -> None:
+    said = "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 50000"
+    assert "two ranks are on one GPU" in str(lost_rank(DistBackendError(said)))
+    assert "another rank has died" in str(lost_rank(DistBackendError("remote process exited")))
+
+
+def test_handlers_are_given_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with stop_on_signals() as request:
-        assert signal.getsignal(signal.SIGTERM) is not before
-        assert lost_rank(RuntimeError("an error of its own")) is None
-        os.kill(os.getpid(), signal.SIGTERM)
+    with reporting(World(size=2)):
+        own = signal.getsignal(signal.SIGTERM)
+        with stop_on_signals() as request:
+            assert signal.getsignal(signal.SIGTERM) is not own
+            assert lost_rank(RuntimeError("an error of its own")) is None
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is own is not before
     assert request.name == "SIGTERM"
     assert signal.getsignal(signal.SIGTERM) is before

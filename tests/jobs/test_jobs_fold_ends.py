@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -17,14 +19,15 @@ from engine_toy import Toy, ToyTask, settings
 from jobs_tiny import TINY
 from transformers import AutoConfig, AutoModel
 
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.engine.distributed import World
 from trainfit.engine.loop import Shared, train
 from trainfit.engine.saved_state import model_tensors
-from trainfit.jobs import encoder
+from trainfit.jobs import encoder, job_plan
 from trainfit.jobs.models import sources
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
-from trainfit.jobs.run import Run, Show
+from trainfit.jobs.run import Run, Show, opened
 from trainfit.reports import training_lines
 
 
@@ -38,6 +41,7 @@ def run_on(device: str, tmp_path: Path, **options: Any) -> Run:
         world=World(),
         device=torch.device(device),
         show=Show(),
+        export_pool=ThreadPoolExecutor(1),
         **options,
     )
 
@@ -96,10 +100,33 @@ def test_what_follows_is_imported_once_the_model_is_written(tmp_path: Path) -> N
     run.show = Show(prepare=lambda: done.append("imported"))
     run.later(lambda _: done.append("written"))
     run.settle()
-    run._behind.shutdown()
+    run.export_pool.shutdown()
     assert done == ["written", "imported"]
     training_lines._import_report()
     assert {"sklearn.metrics", "trainfit.reports.writers"} <= set(sys.modules)
+
+
+def test_no_thread_writes_to_the_folder_of_a_run_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_plan, "runtime_settings", lambda *_: RuntimeSettings(seed=0))
+    unused: Any = SimpleNamespace(config=None, device="cpu")
+    written = list[str]()
+
+    def write(_weights: Any) -> None:
+        time.sleep(0.3)
+        written.append("whole")
+
+    def interrupted() -> None:
+        with opened(unused, unused, unused, tmp_path, show=Show()) as run:
+            run.device, run.shared.best = torch.device("cuda"), {}
+            run.later(write)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert written == ["whole"]
+    assert not any(thread.name.startswith("export") for thread in threading.enumerate())
 
 
 def test_the_best_weights_of_a_checkpoint_need_no_second_model(tmp_path: Path) -> None:

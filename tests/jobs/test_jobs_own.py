@@ -655,6 +655,19 @@ def test_batches_of_a_plan_have_full_masks_and_valid_indices_and_lengths() -> No
     assert not bool(weights.any())
 
 
+def test_a_token_or_class_that_is_by_chance_the_longest_length_is_no_length() -> None:
+    """Trials have longer sequences than any sample: a token of that size is outside of a table."""
+    data = [(torch.full((size,), most), most) for size, most in ((3, 4), (5, 5))]
+
+    def collate(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = nn.utils.rnn.pad_sequence([ids for ids, _ in items], batch_first=True)
+        return ids.to(torch.uint16), torch.tensor([label for _, label in items])
+
+    ids, labels, _ = find_shape(collate, data, [3, 5]).make(2, 64).values()
+    assert ids.shape == (2, 64)
+    assert {*ids.long().flatten().tolist(), *labels.tolist()} == {5}
+
+
 def test_samples_that_differ_are_planned_by_the_largest() -> None:
     data = [torch.zeros(n) for n in (2, 9, 4)]
 

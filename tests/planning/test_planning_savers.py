@@ -12,10 +12,12 @@ from planning_models import write_bert
 
 from plan_example import MEMORY, PLAN, TIME
 from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, Workload
+from trainfit.core.records import HardwareProfile
 from trainfit.core.settings import BY_NAME, with_values
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.jobs.job_plan import plan
+from trainfit.planning import planner
 from trainfit.planning.question import Pin, Question
 from trainfit.planning.savers import (
     SAVERS,
@@ -188,6 +190,21 @@ def test_what_waits_on_the_host_is_counted_together_and_for_all_ranks(
     pins = {"optimizer": "adamw_fused"}
     made = cheapest(asked(**pins), here, World(FULL, 9.0).plan, ranks)
     assert made.fits is fits
+
+
+def test_a_plan_is_not_taken_over_by_a_host_with_less_memory(monkeypatch: pytest.MonkeyPatch):
+    """Machines of a cluster share a home folder, and jobs on them have limits of their own."""
+    asked_with = list[float]()
+
+    def made(question: Question, profile: HardwareProfile, *_: Any) -> Plan:
+        asked_with.append(profile.memory_available_gib)
+        return World(FULL, 99.0).plan(question)
+
+    monkeypatch.setattr(planner, "start", lambda _children: None)
+    monkeypatch.setattr(planner, "cheapest", made)
+    for free in (256.0, 257.0, 32.0):
+        planner.plan(asked(), replace(HERE, simulated=False, memory_available_gib=free))
+    assert asked_with == [256.0, 32.0]
 
 
 def test_what_does_not_go_with_sharding_is_no_saver_beside_it():

@@ -36,7 +36,7 @@ _MEET = timedelta(minutes=30)
 """Longest wait for other ranks to start; torch's own default. One rank may plan meanwhile."""
 _ROUND, _POLL = "trainfit/round", 0.05
 _REPORTING = 10.0
-"""Seconds from SIGTERM to the end of a rank that reports why it fails."""
+"""Seconds from SIGTERM to the end of a rank, in which it can report why it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +107,22 @@ def joined(device: str, *, shards: bool = False) -> Iterator[tuple[World, torch.
         yield world, place
         return
     backends = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    with communicating():
-        dist.init_process_group(
-            backends, store=_meeting_place(world), rank=world.rank, world_size=world.size
-        )
-    watch, well = Watchdog(), False
-    try:
-        address = first_says(world, watch.listen() if world.first else "")
-        if not world.first:
-            watch.connect(address)
-        yield world, place
-        gather(world, "")  # no rank leaves before all are done
-        well = True
-    finally:
-        watch.close(well=well)
-        dist.destroy_process_group()
+    with reporting(world):
+        with communicating():
+            dist.init_process_group(
+                backends, store=_meeting_place(world), rank=world.rank, world_size=world.size
+            )
+        watch, well = Watchdog(), False
+        try:
+            address = first_says(world, watch.listen() if world.first else "")
+            if not world.first:
+                watch.connect(address)
+            yield world, place
+            gather(world, "")  # no rank leaves before all are done
+            well = True
+        finally:
+            watch.close(well=well)
+            dist.destroy_process_group()
 
 
 def _meeting_place(world: World) -> Store:
@@ -156,10 +157,10 @@ def lost_rank(error: BaseException) -> RunFailed | None:
     gone = isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error)
     )
-    if not gone:
-        return None
-    _end_later()
-    return RunFailed("another rank has died", "see its message, and continue with --resume")
+    if "Duplicate GPU" in str(error):  # as NCCL says it
+        return RunFailed("two ranks are on one GPU", "start one rank for each GPU")
+    told = RunFailed("another rank has died", "see its message, and continue with --resume")
+    return told if gone else None
 
 
 @contextmanager
@@ -181,7 +182,6 @@ def vote(world: World, own: Verdict) -> Verdict:
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
     out_of_memory, failed, stop, *used = map(bool, agreed.tolist())
     if failed and not own.failed:
-        _end_later()
         raise RunFailed("another rank failed", "see its message")
     return Verdict(out_of_memory=out_of_memory, failed=failed, stop=stop, used=tuple(used))
 
@@ -236,11 +236,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Record SIGTERM and SIGINT during a block instead of ending the process.
-
-    Only the main thread can; in other threads the request stays empty. A rank that has lost
-    another keeps the handler of `_end_later`.
-    """
+    """Record SIGTERM and SIGINT during a block of the main thread; they no longer end it."""
     request = StopRequest()
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -256,12 +252,12 @@ def stop_on_signals() -> Iterator[StopRequest]:
         yield request
     finally:
         for number, handler in before.items():
-            if signal.getsignal(number) is note:
-                signal.signal(number, handler)
+            signal.signal(number, handler)
 
 
-def _end_later() -> None:
-    """Let SIGTERM end this process a little later from now on.
+@contextmanager
+def reporting(world: World) -> Iterator[None]:
+    """Have SIGTERM end one of several ranks a little later, in a block and for good if it fails.
 
     torchrun sends it to every other rank as soon as one has died, mostly before they have said why
     they end too.
@@ -272,8 +268,12 @@ def _end_later() -> None:
         timer.daemon = True
         timer.start()
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, end)
+    if world.size == 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 # ── the watchdog ──────────────────────────────────────────────────────────────────────────────────

@@ -112,8 +112,9 @@ def find_shape(
             else:
                 sizes.append(_WIDTH if c.shape[at] != n else n)
         leaves.append((tuple(sizes), str(a.dtype).removeprefix("torch.")))
-        most = _largest(c)
-        fills.append(_WIDTH if not unsized and most == lengths[long] else most)
+        least, most = _largest(a), _largest(c)
+        counts = not unsized and (least, most) == (lengths[short], lengths[long])
+        fills.append(_WIDTH if counts else most)
     return BatchShape(structure=json.dumps(nesting), leaves=tuple(leaves), fills=tuple(fills))
 
 
@@ -121,7 +122,7 @@ def _largest(leaf: Tensor) -> int:
     """Largest of integers or flags: a valid index, a length, True of a mask; 0 for floats."""
     if leaf.is_floating_point() or leaf.is_complex() or not leaf.numel():
         return 0
-    return int(leaf.max())
+    return int(leaf.long().max())  # torch has no max of uint16
 
 
 def _take_apart(value: Any, place: str, leaves: list[Tensor]) -> Any:

@@ -153,7 +153,7 @@ class Run:
     """Model, optimizer and code that all folds train with."""
     beside: bool = False
     """Another process leads the run: this one trains some of its folds."""
-    _behind: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "export"))
+    export_pool: ThreadPoolExecutor
     _written: list[Future[None]] = field(default_factory=list)
 
     @property
@@ -173,7 +173,6 @@ class Run:
 
     def train(self, fold: int, folder: Path, title: str, *, resume: bool) -> RunResult:
         """Train a fold from its beginning or from its newest checkpoint, and write its receipt."""
-        first = self.world.first
         extras = dict(self._extras)
         opening = extras.pop("opening")
         result = loop.train(
@@ -183,11 +182,11 @@ class Run:
             resume=resume,
             shared=self.shared,
             observers=self.show.watch(title),
-            trackers=self.show.track(folder) if first else (),
+            trackers=self.show.track(folder) if self.world.first else (),
             opening=lambda parts: self._named(opening(parts), fold),
             **extras,
         )
-        if first:
+        if self.world.first:
             clip = self.prepared.config.training.max_grad_norm or None
             own = "make_optimizer" in extras
             with timeline.stage("receipt"):
@@ -245,8 +244,8 @@ class Run:
         else:
             self.shared.best_host = {}  # the next fold takes other memory
             self.shared.settle = self.settle
-            self._written.append(self._behind.submit(work, best))
-            self._behind.submit(self.show.prepare)
+            self._written.append(self.export_pool.submit(work, best))
+            self.export_pool.submit(self.show.prepare)
 
     def settle(self) -> None:
         """Wait until everything is written, and raise the first error."""
@@ -302,6 +301,7 @@ def opened(
     with (
         joined(profile.device) as (world, device),
         applied(job_plan.runtime_settings(prepared.config, plan)),
+        ThreadPoolExecutor(1, "export") as pool,  # no write goes on once the folder is free
     ):
         yield Run(
             prepared=prepared,
@@ -310,6 +310,7 @@ def opened(
             profile=profile,
             world=world,
             device=device,
+            export_pool=pool,
             **others,
         )
 
@@ -323,16 +324,15 @@ def begin(
     """Return the plan and the run folder: the first rank decides, and the others do the same."""
     check_ranks_agree(world, prepared)
     said, launch, config = "", find_launch(world), prepared.composed.written()
+    root = Path(prepared.config.runs_dir)
     if world.first:
-        resume = resume or launch.find_run(Path(prepared.config.runs_dir), config)
+        resume = resume or launch.find_run(root, config)
         if resume is None:
             if prepared.config.tune == "force":
                 tuned_plans.tune(prepared.tuned_job(profile, world.size))
             plan = tuned_plans.make_plan(prepared, profile, world.size, machines=world.machines)
             name = prepared.composed.task.rpartition(":")[2]
-            folder = run_folder.create(
-                Path(prepared.config.runs_dir), name, config=config, plan=plan
-            )
+            folder = run_folder.create(root, name, config=config, plan=plan)
             write_whole(folder / "data.json", json.dumps(prepared.facts(), indent=2) + "\n")
             for target, source in prepared.files().items():
                 shutil.copyfile(source, folder / target)

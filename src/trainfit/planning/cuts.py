@@ -176,7 +176,7 @@ def target_for(profile: HardwareProfile, memory_gib: float | None = None) -> Tar
         raise BadInput(f"the memory is {memory_gib} GiB", "give what may be used, above 0")
     gpu = profile.gpu
     if gpu is None:
-        free = _steady(profile.memory_available_gib) if memory_gib is None else memory_gib
+        free = steady(profile.memory_available_gib) if memory_gib is None else memory_gib
         return Target(sm_count=1, compute_capability="0.0", capacity=int(free * GIB))
     others = gpu.state.memory_used_by_others_gib or 0.0
     free = max(gpu.memory_gib - CONTEXT_GIB - others, 0.1)
@@ -187,7 +187,7 @@ def target_for(profile: HardwareProfile, memory_gib: float | None = None) -> Tar
     )
 
 
-def _steady(free_gib: float) -> float:
+def steady(free_gib: float) -> float:
     """Round free memory down to coarse steps, so that repeated plans are equal."""
     return float(2 ** (math.floor(4 * math.log2(max(free_gib, 0.1))) / 4))
 

@@ -31,6 +31,7 @@ from trainfit.planning.cuts import (
     fitter_for,
     fixed_settings,
     select,
+    steady,
     target_for,
     with_margin,
 )
@@ -160,7 +161,8 @@ def _host(question: Question, profile: HardwareProfile, ranks: int) -> Any:
     """Facts of the host that a plan depends on; only assumed cores for a GPU elsewhere."""
     if not profile.gpus:
         return profile.cpu, profile.compile, choose(question, profile, ranks)
-    return profile.cpu.cores if profile.simulated else (profile.cpu, profile.compile)
+    free = steady(profile.memory_available_gib)  # a plan may move moments and activations there
+    return profile.cpu.cores if profile.simulated else (profile.cpu, profile.compile, free)
 
 
 def compare(question: Question, gpus: Sequence[GpuSpec]) -> list[tuple[str, Plan]]:

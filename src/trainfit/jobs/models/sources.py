@@ -93,7 +93,8 @@ def create(
         with refusing(partial(unbuildable, text.model_type)):
             _check_room(text, dtype, quantization)
             return draw(partial(_random, text, dtype), quantization, dtype)
-    kept, key = _KEPT.get(), (place, f"{dtype} {quantization}", config.to_json_string())
+    named = f"{dtype} {quantization} {published}"
+    kept, key = _KEPT.get(), (place, named, config.to_json_string())
     if kept is not None and key in kept:
         return _again(kept[key])
     device = torch.get_default_device()

@@ -76,8 +76,7 @@ def main(answers: TextIO | None = None) -> None:
         print(codec.dumps(told, indent=None), file=answers, flush=True)
         if number:
             gc.collect()
-        else:
-            gc.freeze()  # modules: to look for garbage among them takes longer than a small step
+        gc.freeze()  # modules and caches: to look for garbage among them takes longer than a step
 
 
 def answer(request: Request) -> Answer:
