@@ -37,6 +37,7 @@ from trainfit.core.errors import (
     reason,
     user_line,
 )
+from trainfit.core.files import prints_aside
 
 if TYPE_CHECKING:
     import torch
@@ -280,6 +281,7 @@ def load(task: str) -> type[Job]:
     return job
 
 
+@prints_aside()
 def _imported(module: str, task: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:

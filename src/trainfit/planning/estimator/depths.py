@@ -29,6 +29,7 @@ class Taken:
 
     weights: float
     adapters: float = 0.0
+    parameters: float = 0.0
     gradients: float
     optimizer: float
     activations: float
@@ -73,6 +74,7 @@ def _whole(answer: Answer) -> list[Taken]:
         Taken(
             weights=answer.weights,
             adapters=answer.adapters,
+            parameters=answer.parameters,
             gradients=answer.gradients,
             optimizer=answer.optimizer,
             activations=room.activations,
@@ -98,6 +100,7 @@ def _extrapolated(small: Answer, large: Answer, at: int, layers: int) -> Taken:
     return Taken(
         weights=line(small.weights, large.weights),
         adapters=line(small.adapters, large.adapters),
+        parameters=line(small.parameters, large.parameters),
         gradients=line(small.gradients, large.gradients),
         optimizer=line(small.optimizer, large.optimizer),
         activations=line(few.activations, many.activations),

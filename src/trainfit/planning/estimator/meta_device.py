@@ -7,8 +7,11 @@ beside those on the meta device.
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
+
+from trainfit.core.errors import BadInput
 
 aten = torch.ops.aten
 _MAX_VALUES = 1 << 12
@@ -29,6 +34,7 @@ _FIXED = (
 )
 """Operations that make tensors of fixed values."""
 _CPU = torch.device("cpu")
+_MODELS = "transformers.modeling_utils"
 _VALUES, _STALE = "_trainfit_built", "_trainfit_stale"
 
 
@@ -51,6 +57,66 @@ def _no_initialisation() -> Iterator[None]:
         yield
     finally:
         vars(init).update(plain)
+
+
+@contextmanager
+def pretrained_by_config() -> Iterator[None]:
+    """Have transformers' from_pretrained read configurations alone, and fetch no weights.
+
+    Most jobs import transformers' models while they build theirs, so the import is awaited.
+    """
+    waiting = _Waiting()
+    sys.meta_path.insert(0, waiting)
+    if _MODELS in sys.modules:
+        waiting.replace(sys.modules[_MODELS])
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(waiting)
+        for kind, plain in waiting.replaced:
+            kind.from_pretrained = plain
+
+
+class _Waiting:
+    """Import hook that replaces from_pretrained as soon as there is one."""
+
+    def __init__(self) -> None:
+        self.replaced: list[tuple[Any, Any]] = []
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == _MODELS else None
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self.replace(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+    def replace(self, module: Any) -> None:
+        kind = module.PreTrainedModel
+        self.replaced.append((kind, vars(kind)["from_pretrained"]))
+        kind.from_pretrained = classmethod(_by_config)
+
+
+def _by_config(kind: Any, place: Any, /, *_: Any, config: Any = None, **given: Any) -> Any:
+    """Build a model of transformers by its configuration, with from_pretrained's arguments."""
+    if given.pop("quantization_config", None):
+        fix = "plan a built-in job with model.quantization, or measure a real step"
+        raise BadInput("from_pretrained quantizes the weights, which needs their values", fix)
+    loaded = given.pop("output_loading_info", False)
+    dtypes = [given.pop(name, None) for name in ("dtype", "torch_dtype")]
+    kernel = {key: given.pop(key) for key in ("attn_implementation",) if key in given}
+    if config is None or isinstance(config, str):
+        where = place if config is None else config
+        config, given = kind.config_class.from_pretrained(where, return_unused_kwargs=True, **given)
+    stored = config.dtype or torch.float32
+    dtype = next((one for one in dtypes if one not in (None, "auto")), stored)
+    built = kind._from_config(copy.deepcopy(config), dtype=dtype, **kernel).eval()
+    return (built, {}) if loaded else built
 
 
 class _Made(TorchFunctionMode):
