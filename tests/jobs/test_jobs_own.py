@@ -517,6 +517,19 @@ def test_a_model_is_known_without_its_pretrained_weights(here: Path) -> None:
     assert "BatchNorm" in str(prepare(compose("mine:Mine", [])).indivisible)
 
 
+def test_what_a_constructor_imports_outlives_the_planning(here: Path) -> None:
+    """transformers keeps the functions of torch.nn.init that it finds when it is imported."""
+    own(here, "pass", first="__import__('mine_late').layer(), ")
+    late = "import torch\nfrom torch.nn.init import normal_\nSCALE = torch.tensor([2.0, 3.0])\n"
+    (here / "mine_late.py").write_text(f"{late}def layer():\n    return torch.nn.Linear(3, 3)\n")
+    registry.load("mine:Mine")
+    built = prepare(compose("mine:Mine", [])).built
+    imported = sys.modules.pop("mine_late")
+    assert all(weight.is_meta for weight in built.parameters())
+    assert imported.SCALE.tolist() == [2.0, 3.0]
+    assert imported.normal_(torch.zeros(100)).std() > 0.5
+
+
 def test_a_job_is_a_name_or_a_class() -> None:
     with pytest.raises(BadInput, match="the job is 3; give its name"):
         trainfit.plan(3)  # type: ignore[arg-type]

@@ -245,9 +245,7 @@ class PreparedJob(Prepared):
         alike = bool((self.lengths == self.lengths[0]).all())
         one = int(self.lengths.max()) == 1
         path = AttentionPath(kind="job")
-        opening = {
-            "opening": lambda it: replace(describe(it, path), alike=alike, samples=one)
-        }
+        opening = {"opening": lambda it: replace(describe(it, path), alike=alike, samples=one)}
         return opening | self.own_optimizer
 
     @property

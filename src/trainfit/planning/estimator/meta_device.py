@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
@@ -52,46 +52,59 @@ def _no_initialisation() -> Iterator[None]:
     plain = {
         name: each for name, each in vars(init).items() if name.endswith("_") and callable(each)
     }
-    vars(init).update(dict.fromkeys(plain, lambda tensor, *_args, **_options: tensor))
+    vars(init).update({name: _on_values(each) for name, each in plain.items()})
     try:
         yield
     finally:
         vars(init).update(plain)
 
 
+def _on_values(initialise: Callable[..., Any]) -> Callable[..., Any]:
+    """Skip meta tensors alone: a module that is imported meanwhile keeps the function."""
+
+    def initialised(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        return tensor if tensor.is_meta else initialise(tensor, *args, **options)
+
+    return initialised
+
+
 @contextmanager
 def pretrained_by_config() -> Iterator[None]:
-    """Have transformers' from_pretrained read configurations alone, and fetch no weights.
-
-    Most jobs import transformers' models while they build theirs, so the import is awaited.
-    """
-    waiting = _Waiting()
-    sys.meta_path.insert(0, waiting)
+    """Have transformers' from_pretrained read configurations alone, and fetch no weights."""
+    imports = _Imports()
+    sys.meta_path.insert(0, imports)
     if _MODELS in sys.modules:
-        waiting.replace(sys.modules[_MODELS])
+        imports.replace(sys.modules[_MODELS])
     try:
         yield
     finally:
-        sys.meta_path.remove(waiting)
-        for kind, plain in waiting.replaced:
+        sys.meta_path.remove(imports)
+        for kind, plain in imports.replaced:
             kind.from_pretrained = plain
 
 
-class _Waiting:
-    """Import hook that replaces from_pretrained as soon as there is one."""
+class _Imports:
+    """Import hook for modules that a constructor imports: they outlive the meta device.
+
+    Their own tensors have values, and from_pretrained is replaced as soon as there is one.
+    """
 
     def __init__(self) -> None:
         self.replaced: list[tuple[Any, Any]] = []
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name == _MODELS else None
+        if name.startswith("torch."):  # leaving the modes imports some of them
+            return None
+        spec = PathFinder.find_spec(name, path, target)
         loader: Any = spec and spec.loader
         if loader is not None:
             execute = loader.exec_module
 
             def exec_module(module: Any) -> None:
-                execute(module)
-                self.replace(module)
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                    execute(module)
+                if name == _MODELS:
+                    self.replace(module)
 
             loader.exec_module = exec_module
         return spec
