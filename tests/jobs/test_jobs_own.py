@@ -232,6 +232,14 @@ def test_fields_become_keys_and_tunables_become_the_space(here: Path) -> None:
     }
 
 
+def test_a_number_is_searched_as_one_whatever_its_default(here: Path) -> None:
+    from trainfit.conf.search_space_files import compose_study
+
+    own(here, "class Config:\n        scale: float = trainfit.tunable(1, low=0.5, high=4.0)")
+    registry.load("mine:Mine")
+    assert compose_study("mine:Mine", []).hpo.space["job.scale"].kind == "uniform"
+
+
 @pytest.mark.parametrize(
     ("task", "words"),
     [
@@ -328,6 +336,10 @@ def test_a_file_that_fails_is_one_line_with_its_number(
         ("def __init__(self): self.x = 1", "define __init__(self, config)"),
         ("class Config:\n        lr = 0.1", "Mine.Config.lr has no type, so that it would be"),
         ("metric = 5", "Mine.metric is 5; give the name of a figure"),
+        (
+            "class Config:\n        n: int = trainfit.tunable(8, low=4, high=64, log=True)",
+            "Mine.Config.n is a whole number, tunable with log; give choices",
+        ),
         ("def evaluate(self, model): return {}", "define evaluate(self, model, batches)"),
     ],
 )
@@ -521,7 +533,8 @@ def test_what_a_constructor_imports_outlives_the_planning(here: Path) -> None:
     """transformers keeps the functions of torch.nn.init that it finds when it is imported."""
     own(here, "pass", first="__import__('mine_late').layer(), ")
     late = "import torch\nfrom torch.nn.init import normal_\nSCALE = torch.tensor([2.0, 3.0])\n"
-    (here / "mine_late.py").write_text(f"{late}def layer():\n    return torch.nn.Linear(3, 3)\n")
+    seeded = "    with torch.random.fork_rng():\n        return torch.nn.Linear(3, 3)\n"
+    (here / "mine_late.py").write_text(f"{late}def layer():\n{seeded}")
     registry.load("mine:Mine")
     built = prepare(compose("mine:Mine", [])).built
     imported = sys.modules.pop("mine_late")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ _VALUES, _STALE = "_trainfit_built", "_trainfit_stale"
 def on_meta() -> Iterator[None]:
     """Build models on the meta device, uninitialised."""
     values = _Values()  # type: ignore[no-untyped-call]
+    vars(torch).setdefault("meta", SimpleNamespace(device_count=int))  # fork_rng counts devices
     with torch.device("meta"), _Made(), values, _no_initialisation():
         yield
 
