@@ -59,33 +59,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "BadConfig": "trainfit.core.errors",
-    "BadInput": "trainfit.core.errors",
-    "Job": "trainfit.jobs.registry",
-    "OutOfMemory": "trainfit.core.errors",
-    "RunFailed": "trainfit.core.errors",
-    "TrainfitError": "trainfit.core.errors",
-    "TrainfitWarning": "trainfit.core.errors",
-    "applied": "trainfit.runtime",
-    "apply": "trainfit.runtime",
-    "as_if": "trainfit.hardware",
-    "compose": "trainfit.conf",
-    "detect": "trainfit.hardware",
-    "estimate": "trainfit.planning",
-    "find_batch_size": "trainfit.jobs.tuned_plans",
-    "lookup": "trainfit.hardware.catalogue",
-    "measure": "trainfit.measuring",
-    "observe": "trainfit.measuring.observe",
-    "padded": "trainfit.integrations.speeding",
-    "plan": "trainfit.jobs.job_plan",
-    "recommend": "trainfit.jobs.tuned_plans",
-    "report": "trainfit.reports.run_report",
-    "speed_up": "trainfit.integrations.speeding",
-    "tunable": "trainfit.jobs.registry",
-    "undo": "trainfit.runtime",
-    "unpadded": "trainfit.integrations.speeding",
+_NAMES = {
+    "conf": "compose",
+    "core.errors": "BadConfig BadInput OutOfMemory RunFailed TrainfitError TrainfitWarning",
+    "hardware": "as_if detect",
+    "hardware.catalogue": "lookup",
+    "integrations.speeding": "padded speed_up unpadded",
+    "jobs.job_plan": "plan",
+    "jobs.registry": "Job tunable",
+    "jobs.tuned_plans": "find_batch_size recommend",
+    "measuring": "measure",
+    "measuring.observe": "observe",
+    "planning": "estimate",
+    "reports.run_report": "report",
+    "runtime": "applied apply undo",
 }
+_HOMES = {name: f"trainfit.{home}" for home, names in _NAMES.items() for name in names.split()}
 _PACKAGES = ("doctor", "hpo")
 """Packages that can be called."""
 _COMMANDS = ("check", "predict", "train", "tune", "verify")
