@@ -8,11 +8,15 @@ The other public names are loaded when they are first used: `import trainfit` im
 
 from __future__ import annotations
 
+from functools import cache, wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from inspect import isfunction, signature
+from numbers import Real
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from trainfit.conf import compose as compose
@@ -55,33 +59,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "BadConfig": "trainfit.core.errors",
-    "BadInput": "trainfit.core.errors",
-    "Job": "trainfit.jobs.registry",
-    "OutOfMemory": "trainfit.core.errors",
-    "RunFailed": "trainfit.core.errors",
-    "TrainfitError": "trainfit.core.errors",
-    "TrainfitWarning": "trainfit.core.errors",
-    "applied": "trainfit.runtime",
-    "apply": "trainfit.runtime",
-    "as_if": "trainfit.hardware",
-    "compose": "trainfit.conf",
-    "detect": "trainfit.hardware",
-    "estimate": "trainfit.planning",
-    "find_batch_size": "trainfit.jobs.tuned_plans",
-    "lookup": "trainfit.hardware.catalogue",
-    "measure": "trainfit.measuring",
-    "observe": "trainfit.measuring.observe",
-    "padded": "trainfit.integrations.speeding",
-    "plan": "trainfit.jobs.job_plan",
-    "recommend": "trainfit.jobs.tuned_plans",
-    "report": "trainfit.reports.run_report",
-    "speed_up": "trainfit.integrations.speeding",
-    "tunable": "trainfit.jobs.registry",
-    "undo": "trainfit.runtime",
-    "unpadded": "trainfit.integrations.speeding",
+_NAMES = {
+    "conf": "compose",
+    "core.errors": "BadConfig BadInput OutOfMemory RunFailed TrainfitError TrainfitWarning",
+    "hardware": "as_if detect",
+    "hardware.catalogue": "lookup",
+    "integrations.speeding": "padded speed_up unpadded",
+    "jobs.job_plan": "plan",
+    "jobs.registry": "Job tunable",
+    "jobs.tuned_plans": "find_batch_size recommend",
+    "measuring": "measure",
+    "measuring.observe": "observe",
+    "planning": "estimate",
+    "reports.run_report": "report",
+    "runtime": "applied apply undo",
 }
+_HOMES = {name: f"trainfit.{home}" for home, names in _NAMES.items() for name in names.split()}
 _PACKAGES = ("doctor", "hpo")
 """Packages that can be called."""
 _COMMANDS = ("check", "predict", "train", "tune", "verify")
@@ -93,7 +86,41 @@ def __getattr__(name: str) -> Any:
         return import_module(f"trainfit.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'trainfit' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    found = getattr(import_module(_HOMES[name]), name)
+    return _telling(found) if isfunction(found) else found
+
+
+@cache
+def _telling(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a public function that fails in one line where an argument is not of its kind."""
+
+    @wraps(call)
+    def told(*args: Any, **given: Any) -> Any:
+        from trainfit.core.errors import MALFORMED, BadInput, brief
+
+        try:
+            return call(*args, **given)
+        except MALFORMED as error:
+            expected, bound = get_type_hints(call), signature(call)
+            for name, value in bound.bind(*args, **given).arguments.items():
+                one = bound.parameters[name]
+                values = value if one.kind is one.VAR_POSITIONAL else (value,)
+                if not all(_fits(each, expected.get(name)) for each in values):
+                    what = f"{name} of trainfit.{call.__name__} is {brief(repr(value))}"
+                    raise BadInput(what, f"give {one.annotation}") from error
+            raise
+
+    return told
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Tell if a value is of an annotated type, as far as its class tells."""
+    if isinstance(kind, TypeVar):
+        kind = kind.__bound__
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, one) for one in get_args(kind))
+    kind = {float: Real}.get(kind, get_origin(kind) or kind)
+    return kind is Any or not isinstance(kind, type) or isinstance(value, kind)
 
 
 def __dir__() -> list[str]:
@@ -144,13 +171,15 @@ def predict(
     items: Sequence[Any] | dict[str, Any] | str,
     *,
     criterion: str | None = None,
+    folder: str | Path | None = None,
 ) -> list[Any]:
     """Answer for texts by the model of a finished run, or for items by a job of yours.
 
-    A text or a dict alone is one item. A model of pairs takes pairs, one of words lists of
+    A job of yours answers by its newest run, or by that in `folder`. A text or a dict alone is one
+    item. A model of pairs takes pairs, one of words lists of
     words too, and answers for each word.
     """
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from trainfit.core.errors import BadInput
     from trainfit.jobs import own_steps, registry
@@ -158,7 +187,9 @@ def predict(
     from trainfit.runs.run_folder import export_facts, exports_of
 
     items = [items] if isinstance(items, str | dict) else items
-    place = _folder(run)
+    if not isinstance(items, Iterable):
+        raise BadInput(f"the items are {items!r}", "give a list of them")
+    place = _folder(run if folder is None else folder)
     if isinstance(run, type) or ":" in str(run):
         return own_steps.predict(registry.name_of(run), place, items)  # type: ignore[arg-type]
     exports = exports_of(place)
@@ -184,10 +215,9 @@ def predict(
 def check(gpu: str | None = None) -> Recommendation:
     """Return the settings to start from on this machine, or on a GPU of the catalogue."""
     from trainfit.hardware import as_if, detect
-    from trainfit.hardware.catalogue import find
     from trainfit.jobs.tuned_plans import recommend
 
-    return recommend(detect() if gpu is None else as_if(find(gpu)))
+    return recommend(detect() if gpu is None else as_if(gpu))
 
 
 def _folder(run: str | Path | type[Job]) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from collections import UserDict
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from planning_models import write_bert
 from torch import nn
 
 import trainfit
+from hub_server import environment, hub
 from plan_example import make_plan
 from trainfit.cli.asked_texts import read_items
 from trainfit.cli.inference import _csv
@@ -85,7 +87,14 @@ def test_every_command_takes_a_job_of_ones_own(here: Path, job: str) -> None:
         bright = torch.zeros(16, 16)
         bright[8:, 8:] = 1
         text = json.dumps(bright.flatten().tolist())
-        assert set(json.loads(run("predict", job, "--text", text))[0]) == {"quarter"}
+        named = run("predict", job, "--text", text, "--run", trained["run"])
+        assert set(json.loads(named)[0]) == {"quarter"}
+        given = [bright.flatten().tolist()]
+        assert trainfit.predict(job, given, folder=trained["run"]) == json.loads(named)
+        other = (here / "images.py").read_text().replace("4 * width, 4", "4 * width, 5")
+        (here / "mine.py").write_text(other)
+        with pytest.raises(BadInput, match=r"has weights of another model .*give a run of mine"):
+            trainfit.predict("mine:Images", given, folder=trained["run"])
 
 
 @pytest.mark.soak
@@ -137,6 +146,7 @@ def test_an_indivisible_step_is_one_micro_batch_whatever_the_memory(here: Path) 
     assert question.pins["gradient_accumulation_steps"].value == 1
     plan = trainfit.plan("two_towers:TwoTowers", gpu="t4")
     assert (plan.gradient_accumulation_steps, plan.cuts) == (1, (1,))
+    assert plan.attention == "job"  # it has none
 
 
 def test_a_model_with_batch_norm_is_planned_in_one_piece(here: Path) -> None:
@@ -152,6 +162,9 @@ def test_a_model_with_batch_norm_is_planned_in_one_piece(here: Path) -> None:
     with pytest.raises(BadInput, match=r"cut into 2 micro-batches.*leave batch_size"):
         fixed_settings(asked, cpu, 1)
     assert prepare(compose_own("images:Images")).question().indivisible is None
+    plan = trainfit.plan("mine:Mine", gpu="t4")
+    assert plan.memory is not None
+    assert plan.memory.parameters == 3 + 3 + 3 * 2 + 2  # and no running statistics
 
 
 def exported(form: str, composed: Any, **changes: Any) -> plan_exports.Handover:
@@ -219,6 +232,14 @@ def test_fields_become_keys_and_tunables_become_the_space(here: Path) -> None:
     }
 
 
+def test_a_number_is_searched_as_one_whatever_its_default(here: Path) -> None:
+    from trainfit.conf.search_space_files import compose_study
+
+    own(here, "class Config:\n        scale: float = trainfit.tunable(1, low=0.5, high=4.0)")
+    registry.load("mine:Mine")
+    assert compose_study("mine:Mine", []).hpo.space["job.scale"].kind == "uniform"
+
+
 @pytest.mark.parametrize(
     ("task", "words"),
     [
@@ -248,6 +269,13 @@ class Mine(trainfit.Job):
         return nn.Sequential({first}nn.Linear(3, 2))
     def loss(self, model, batch):
         return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="{reduction}")
+"""
+
+
+EVALUATE = """{}
+    def evaluate(self, model, batches):
+        {}
+        return {}
 """
 
 
@@ -308,6 +336,10 @@ def test_a_file_that_fails_is_one_line_with_its_number(
         ("def __init__(self): self.x = 1", "define __init__(self, config)"),
         ("class Config:\n        lr = 0.1", "Mine.Config.lr has no type, so that it would be"),
         ("metric = 5", "Mine.metric is 5; give the name of a figure"),
+        (
+            "class Config:\n        n: int = trainfit.tunable(8, low=4, high=64, log=True)",
+            "Mine.Config.n is a whole number, tunable with log; give choices",
+        ),
         ("def evaluate(self, model): return {}", "define evaluate(self, model, batches)"),
     ],
 )
@@ -420,9 +452,9 @@ def test_a_scheduler_of_torch_is_refused_by_its_name(here: Path, capsys: Any) ->
 def test_a_step_that_cannot_be_simulated_is_trained(here: Path) -> None:
     own(here)
     text = (here / "mine.py").read_text()
-    counted = "batch[0].unique().sum()\n        return nn.functional"
-    (here / "mine.py").write_text(text.replace("return nn.functional", counted))
-    with pytest.raises(RunFailed, match=r"_unique2.default gives no shape without values"):
+    said = "torch.unique(batch[0])\n        return nn.functional"
+    (here / "mine.py").write_text(text.replace("return nn.functional", said))
+    with pytest.raises(RunFailed, match=r"unique.* gives no shape without values"):
         trainfit.plan("mine:Mine", gpu="t4")
     with pytest.warns(TrainfitWarning, match="memory and time are not predicted"):
         result = trainfit.train("mine:Mine", *FAST[1:], "training.num_epochs=1")
@@ -461,6 +493,56 @@ def test_a_pretrained_model_is_planned_as_it_is_trained_with_dropout(here: Path)
     assert plans[0].memory == plans[1].memory
 
 
+@pytest.mark.soak
+def test_a_plan_asks_the_hub_for_no_weights(here: Path) -> None:
+    (place := here / "hub" / "anna" / "tiny").mkdir(parents=True)
+    write_bert(place, layers=1, width=32)
+    (place / "model.safetensors").write_bytes(b"weights")
+    load = 'kind.from_pretrained("anna/tiny")'
+    (here / "mine.py").write_text(_PRETRAINED.format(name="Mine", model=load))
+    with hub(here / "hub") as (url, asked):
+        words = [sys.executable, "-m", "trainfit", "plan", "mine:Mine", "--gpu", "t4"]
+        env = environment(url, here / "home", PYTHONPATH=str(Path(trainfit.__file__).parents[1]))
+        done = subprocess.run(words, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert any(path.endswith("config.json") for path in asked)
+    assert not any("model.safetensors" in path or ".bin" in path for path in asked)
+
+
+_LATE = """
+import torch, trainfit
+
+class Mine(trainfit.Job):
+    def data(self, split):
+        return [torch.ones(3)] * 8
+    def model(self):
+        from transformers import AutoModel
+        return torch.nn.ModuleList([AutoModel.from_pretrained({place!r}), torch.nn.BatchNorm1d(3)])
+"""
+
+
+def test_a_model_is_known_without_its_pretrained_weights(here: Path) -> None:
+    """There is no file of weights: transformers' own from_pretrained would fail."""
+    place = write_bert(here, layers=1, width=32)
+    (here / "mine.py").write_text(_LATE.format(place=place))
+    registry.load("mine:Mine")
+    assert "BatchNorm" in str(prepare(compose("mine:Mine", [])).indivisible)
+
+
+def test_what_a_constructor_imports_outlives_the_planning(here: Path) -> None:
+    """transformers keeps the functions of torch.nn.init that it finds when it is imported."""
+    own(here, "pass", first="__import__('mine_late').layer(), ")
+    late = "import torch\nfrom torch.nn.init import normal_\nSCALE = torch.tensor([2.0, 3.0])\n"
+    seeded = "    with torch.random.fork_rng():\n        return torch.nn.Linear(3, 3)\n"
+    (here / "mine_late.py").write_text(f"{late}def layer():\n{seeded}")
+    registry.load("mine:Mine")
+    built = prepare(compose("mine:Mine", [])).built
+    imported = sys.modules.pop("mine_late")
+    assert all(weight.is_meta for weight in built.parameters())
+    assert imported.SCALE.tolist() == [2.0, 3.0]
+    assert imported.normal_(torch.zeros(100)).std() > 0.5
+
+
 def test_a_job_is_a_name_or_a_class() -> None:
     with pytest.raises(BadInput, match="the job is 3; give its name"):
         trainfit.plan(3)  # type: ignore[arg-type]
@@ -493,6 +575,22 @@ def test_batch_norm_is_noticed(here: Path) -> None:
     with pytest.warns(TrainfitWarning, match="the model has BatchNorm"):
         result = trainfit.train("mine:Mine", *FAST[1:], "training.num_epochs=1")
     assert "BatchNorm" in (Path(result.run) / "train.log").read_text()
+
+
+def test_a_metric_that_is_no_number_is_told(here: Path) -> None:
+    own(here, EVALUATE.format("metric = 'f1'", "pass", "{'f1': float('nan')}"))
+    with pytest.warns(TrainfitWarning, match="evaluate gives nan for f1"):
+        trainfit.train("mine:Mine", *FAST[1:], "training.max_steps=1")
+
+
+def test_what_a_job_prints_is_no_part_of_the_answer(here: Path) -> None:
+    own(here, EVALUATE.format("", "print('looked')", "{'loss': 0.5}"))
+    with (here / "mine.py").open("a") as file:
+        file.write("print('imported')\n")
+    result = CliRunner().invoke(cli, ["train", "mine:Mine", "--json", *FAST[1:]])
+    assert json.loads(result.stdout)["metrics"] == {"loss": 0.5}
+    assert "imported" in result.stderr
+    assert "looked" in result.stderr
 
 
 def test_a_norm_of_zero_does_not_clip(here: Path) -> None:

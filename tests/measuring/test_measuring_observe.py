@@ -51,6 +51,25 @@ def test_a_plain_loop_is_observed_and_left_as_it_was():
     assert not torch.autograd._profiler_enabled()
 
 
+@pytest.mark.parametrize(("gradients", "most"), [(True, 9), (False, 9), (False, 1)])
+def test_batches_of_an_evaluation_are_not_of_the_step(gradients: bool, most: int):
+    """One that ends by itself is known by that, another one by gradients that are off."""
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    held_out = torch.utils.data.DataLoader(torch.randn(24, 8), batch_size=8)
+    with trainfit.observe(warm_up=2) as seen:
+        for batch in torch.utils.data.DataLoader(torch.randn(96, 8), batch_size=16):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.set_grad_enabled(gradients):
+                for at, held in enumerate(held_out, 1):
+                    model(held)
+                    if at == most:
+                        break
+    assert by_name(seen.receipt)["effective_batch"].observed == 16
+
+
 def gan_step(one, other, first, second):
     """A discriminator's step on real and made images, then the generator's through it."""
     first.zero_grad()

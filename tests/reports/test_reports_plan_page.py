@@ -63,10 +63,10 @@ def test_the_model_the_data_and_the_cut_are_named(make_plan: Make):
         micro_batch_tokens=8192,
         data="reviews.csv: 500 rows, 3 classes",
         assumptions=("lengths as ReDSM5's",),
-        memory__weights_gib=0.5,
+        memory__parameters=268_435_456,
     )
     page = printed(plan_page(plan), 200).splitlines()
-    assert page[1] == "Model bert-base, 268M parameters, method dora"  # in two bytes each
+    assert page[1] == "Model bert-base, 268M parameters, method dora"
     assert "tokens (reviews.csv: 500 rows, 3 classes), " in page[2]
     assert page[3] == "Effective batch: 64 = 23 + 23 + 18, at most 8,192 tokens each"
     assert page[4] == "Assumed: lengths as ReDSM5's"
@@ -84,9 +84,7 @@ def test_the_model_the_data_and_the_cut_are_named(make_plan: Make):
 def test_large_counts_have_no_exponents(
     make_plan: Make, count: int, epochs: float, said: tuple[str, str]
 ):
-    plan = make_plan(
-        weights_dtype="float32", workload__epochs=epochs, memory__weights_gib=4 * count / 2**30
-    )
+    plan = make_plan(weights_dtype="float32", workload__epochs=epochs, memory__parameters=count)
     model, data = printed(plan_page(plan), 200).splitlines()[1:3]
     assert said[0] in model
     assert data.endswith(said[1])

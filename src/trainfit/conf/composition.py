@@ -114,9 +114,6 @@ def key_for(task: str, written: str) -> str | None:
 def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
     """Compose a task's configuration, or raise one error that lists every mistake."""
     schema = schema_of(task)
-    if wrong := [word for word in overrides if not isinstance(word, str)]:
-        what = f"the override {brief(repr(wrong[0]))} is no text"
-        raise BadInput(what, 'write it as "key=value"')
     groups, assignments, problems = _parse(task, overrides)
     settled, contradictions = settle(assignments)
     choices, shipped = _hydra_compose(task, tuple(f"{g}={name}" for g, name in groups.items()))
@@ -234,6 +231,8 @@ def _parse(
 
 def parse_word(word: str) -> Override:
     """Parse a word in Hydra's grammar; sweeps are allowed, deletions and additions are not."""
+    if not isinstance(word, str):
+        raise BadInput(f"the override {brief(repr(word))} is no text", 'write it as "key=value"')
     shown = brief(redact_word(word))
     need(f"the word {shown!r}", "hydra")
     from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -7,9 +7,11 @@ import hashlib
 import os
 import re
 import stat
+import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from html import escape
 from io import BufferedReader
@@ -186,6 +188,13 @@ def write_output(path: Path, content: str | bytes, fix: str = "give another --ou
         write_whole(path, content)
     except OSError as error:
         raise BadInput(f"cannot write {str(path)!r} ({reason(error)})", fix) from None
+
+
+@contextmanager
+def prints_aside() -> Iterator[None]:
+    """Send what a job prints to standard error: standard output is for a command's answer."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 def cache_folder() -> Path:

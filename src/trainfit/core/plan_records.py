@@ -181,6 +181,8 @@ class MemoryEstimate(Record):
     """Largest error recorded on this architecture; None: nothing was recorded."""
     adapters_gib: float = 0.0
     """Weights of LoRA's or DoRA's adapters."""
+    parameters: int | None = None
+    """Number of weights of the model itself."""
     bound: bool = False
     """True: upper bounds by the sizes of the model, and no prediction of what will be used."""
 
@@ -188,9 +190,11 @@ class MemoryEstimate(Record):
         """GiB by use for a terminal."""
         verdict = "Fits" if self.fits else "Does not fit"
         uses = {
-            name: value for name in self.__slots__ if (value := getattr(self, name)) is not None
+            name: value
+            for name in self.__slots__
+            if (value := getattr(self, name)) is not None
+            and name not in ("fits", "parameters", "bound")
         }
-        del uses["fits"], uses["bound"]
         return text_facts(f"{verdict}, GiB by use", uses)
 
 
@@ -245,8 +249,8 @@ class Plan(Record):
     packed: bool
     """Rows of sequences end to end; else padded batches of similar length."""
     attention: str
-    """The attention path: varlen, varlen_efficient, disentangled, softcapped, sdpa, or own for the
-    model's own."""
+    """The attention path: varlen, varlen_efficient, disentangled, softcapped, sdpa, own for the
+    model's own, or job for whatever a job of the user's own has."""
     batch_size: int
     micro_batch_tokens: int
     """Maximum tokens of a micro-batch, filler and padding included: it sets the memory."""

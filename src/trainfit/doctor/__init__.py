@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from trainfit.core.errors import BadInput
 from trainfit.doctor.finding import Finding, MachineFacts, gather, is_healthy
 from trainfit.doctor.machine_checks import examine
 from trainfit.doctor.run_checks import examine_run
@@ -38,6 +39,8 @@ class _Doctor(ModuleType):
         """Find the faults of this machine, of a log or of a run, the worst first."""
         from trainfit.runs import run_folder
 
+        if not isinstance(log, str | Path | None):
+            raise BadInput(f"the log is {log!r}", "give the path of a text file")
         if log is not None:
             return read_log(Path(log))
         if run is not None:

@@ -268,7 +268,7 @@ def read_log(path: Path) -> tuple[Finding, ...]:
         raw.seek(0)
         with TextIOWrapper(raw, encoding, "replace", newline=None) as file:
             return diagnose(_blocks(file))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a NUL in its name
         fix = "give a text file"
         raise BadInput(f"cannot read the log {path} ({reason(error)})", fix) from None
 

@@ -32,6 +32,7 @@ from trainfit.hardware.access import (
 from trainfit.hardware.catalogue import (
     GpuSpec,
     catalogue_gpu,
+    find,
     gpu_record,
     join,
     known_spec,
@@ -220,13 +221,13 @@ def probe_machine(
     return profile, host
 
 
-def as_if(spec: GpuSpec) -> HardwareProfile:
-    """Simulate a GPU of the catalogue, without torch.
+def as_if(spec: GpuSpec | str) -> HardwareProfile:
+    """Simulate a GPU of the catalogue, or one that is named, without torch.
 
     The cores are this machine's if it has such a GPU, and assumed otherwise.
     """
-    host = probe_host(Path())
-    gpu = catalogue_gpu(spec)
+    spec = find(spec) if isinstance(spec, str) else spec
+    host, gpu = probe_host(Path()), catalogue_gpu(spec)
     here = host.nvidia_devices > 0 and _has(spec, probe_nvml(load_nvml, os.getpid()))
     assumed = (note("assumed_cores", gpu=gpu, cores=ASSUMED_CORES),)
     notes = (*gpu_notes([gpu], None), *(host_notes(host) if here else assumed))

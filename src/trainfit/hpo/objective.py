@@ -23,6 +23,7 @@ from trainfit.conf import Composed
 from trainfit.conf.composition import as_word
 from trainfit.conf.search_space_files import Dimension, HpoConfig
 from trainfit.core.errors import BadInput, did_you_mean
+from trainfit.core.files import prints_aside
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Gpu, RunResult
 from trainfit.engine.loop import Shared
@@ -138,6 +139,7 @@ class Objective:
         same = same and small.quantization == alone.quantization
         return small if same else replace(alone, fits=False)
 
+    @prints_aside()
     def train(
         self,
         composed: Composed,

@@ -156,7 +156,7 @@ def plan_all(
 
 def machine(composed: Composed, gpu: str | None = None) -> HardwareProfile:
     """Find this machine, or one with this GPU; raise BadInput where more is asked of it."""
-    profile, device = detect() if gpu is None else as_if(find(gpu)), composed.config.device
+    profile, device = detect() if gpu is None else as_if(gpu), composed.config.device
     if device.use_cuda is False:
         profile = replace(profile, gpus=())
     elif not profile.gpus and device.use_cuda is True:

@@ -7,6 +7,8 @@ the job's `data`, `model` and `loss`.
 from __future__ import annotations
 
 import hashlib
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,14 +23,15 @@ from torch import Tensor, nn
 
 from trainfit.conf import Composed
 from trainfit.core import codec
-from trainfit.core.errors import BadInput, user_line
-from trainfit.core.files import text_facts, write_whole
+from trainfit.core.errors import BadInput, TrainfitWarning, user_line
+from trainfit.core.files import prints_aside, text_facts, write_whole
 from trainfit.core.plan_records import Plan, Workload
 from trainfit.core.records import Event, HardwareProfile, Record
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.setup import describe, why_indivisible
 from trainfit.engine.step import autocast
 from trainfit.jobs import exports, job_plan, registry, tuned_plans
+from trainfit.jobs import run as jobs_run
 from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.own_steps import (
     COUNT,
@@ -40,13 +43,12 @@ from trainfit.jobs.own_steps import (
 )
 from trainfit.jobs.registry import Job, is_greater_better
 from trainfit.jobs.run import Prepared, Run
-from trainfit.jobs.run import train as train
 from trainfit.packing import deal_steps, ladder
-from trainfit.planning.estimator.meta_device import on_meta
+from trainfit.planning.estimator.meta_device import on_meta, pretrained_by_config
 from trainfit.planning.question import Pin, Question
 from trainfit.planning.savers import saver_settings
 from trainfit.runs import timeline
-from trainfit.runs.opening import DataSetup
+from trainfit.runs.opening import AttentionPath, DataSetup
 
 _SAMPLES = 64
 """Samples of the training data whose bytes make its checksum."""
@@ -117,7 +119,7 @@ class PreparedJob(Prepared):
     @cached_property
     def built(self) -> nn.Module:
         """Model without memory; an empty one where it cannot be built so."""
-        with suppress(Exception), on_meta():
+        with suppress(Exception), pretrained_by_config(), on_meta():
             return type(self.job)(self.job.config).model().train()
         return nn.Module()
 
@@ -128,6 +130,7 @@ class PreparedJob(Prepared):
 
     # ── the planner's side ────────────────────────────────────────────────────────────────────
 
+    @prints_aside()
     def question(self) -> Question:
         """Build the planner's question from the job."""
         config, job = self.config, self.job
@@ -168,6 +171,7 @@ class PreparedJob(Prepared):
             ),
             default_batch=batch,
             unpackable="the job collates its own batches",
+            attention_known=False,
             causal=bool((self.lengths == self.lengths[0]).all()),
             pins=pins,
             indivisible=self.indivisible,
@@ -240,7 +244,8 @@ class PreparedJob(Prepared):
         del run
         alike = bool((self.lengths == self.lengths[0]).all())
         one = int(self.lengths.max()) == 1
-        opening = {"opening": lambda parts: replace(describe(parts), alike=alike, samples=one)}
+        path = AttentionPath(kind="job")
+        opening = {"opening": lambda it: replace(describe(it, path), alike=alike, samples=one)}
         return opening | self.own_optimizer
 
     @property
@@ -262,6 +267,9 @@ class PreparedJob(Prepared):
             task = OwnTask(self, self.job.model, size, held_out=self.test)
             with torch.no_grad(), autocast(run.device.type, run.plan.precision):
                 metrics = task.evaluate(model, run.plan.eval_batch_size)
+            if odd := [name for name, value in metrics.items() if not math.isfinite(value)]:
+                text = f"evaluate gives {metrics[odd[0]]} for {odd[0]}, which says nothing"
+                warnings.warn(text, TrainfitWarning, stacklevel=2)
             if run.world.first:
                 with run.show.busy("writing the model"), timeline.stage("export"):
                     self._export(model, run.folder / "export")
@@ -365,6 +373,10 @@ class OwnTask:
             yield self._shape.restore({name: leaf.to(device) for name, leaf in leaves.items()})
 
 
+train = prints_aside()(jobs_run.train)
+
+
+@prints_aside()
 def prepare(composed: Composed, *, nested: bool = True) -> PreparedJob:
     """Make the job and read its data."""
     del nested  # there are no folds

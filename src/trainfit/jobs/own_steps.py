@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from trainfit.conf import SCHEMAS, Composed
 from trainfit.core import codec
-from trainfit.core.errors import BadInput, TrainfitWarning, brief
+from trainfit.core.errors import BadInput, TrainfitWarning, brief, refusing
+from trainfit.core.files import prints_aside
 from trainfit.core.plan_records import Plan, Precision
 from trainfit.engine.loop_settings import OptimizerSettings
 from trainfit.engine.optimizer import Combined, build_optimizer, check_usable
@@ -242,6 +243,7 @@ def own_trial(
 # ── use ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@prints_aside()
 def predict(task: str, run: Path, items: Sequence[Any]) -> list[Any]:
     """Return the job's answer for each item, with the exported model of a run."""
     from safetensors.torch import load_model
@@ -253,7 +255,12 @@ def predict(task: str, run: Path, items: Sequence[Any]) -> list[Any]:
     facts = codec.read_object(folder / "job.json")
     made = _job_of(task, facts["config"])
     model = made.model()
-    load_model(model, str(folder / "model.safetensors"))
+
+    def of_another(why: str) -> BadInput:
+        return BadInput(f"{run} has weights of another model ({why})", f"give a run of {task}")
+
+    with refusing(of_another):
+        load_model(model, str(folder / "model.safetensors"))
     model.eval()
     with torch.no_grad():
         return [_plain(made.predict(model, item)) for item in items]

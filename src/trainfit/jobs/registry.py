@@ -1,15 +1,6 @@
 """Jobs by name, and `trainfit.Job`: a training job of one's own, in one class.
 
-    class Images(trainfit.Job):
-        metric = "accuracy"
-        class Config:
-            width: int = 64
-            lr: float = trainfit.tunable(3e-3, low=1e-4, high=1e-2, log=True)
-        def data(self, split): ...
-        def model(self): ...
-        def loss(self, model, batch): ...
-
-`trainfit train my_module:Images` then plans, trains, verifies and reports it. Importing this module
+`trainfit train my_module:Images` plans, trains, verifies and reports it. Importing this module
 imports no torch.
 """
 
@@ -37,6 +28,7 @@ from trainfit.core.errors import (
     reason,
     user_line,
 )
+from trainfit.core.files import prints_aside
 
 if TYPE_CHECKING:
     import torch
@@ -280,6 +272,7 @@ def load(task: str) -> type[Job]:
     return job
 
 
+@prints_aside()
 def _imported(module: str, task: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
@@ -335,7 +328,10 @@ def _register(task: str, job: type[Job]) -> None:
         if one.choices:
             space[key] = {"kind": "categorical", "choices": list(one.choices)}
         else:
-            whole = isinstance(one.default, int) and not isinstance(one.default, bool)
+            whole = type(one.default) is int and config.__dataclass_fields__[name].type is not float
+            if whole and one.log:
+                what = f"{job.__name__}.Config.{name} is a whole number, tunable with log"
+                raise BadInput(what, "give choices, such as choices=(16, 32, 64)")
             kind = "log" if one.log else ("int" if whole else "uniform")
             space[key] = {"kind": kind, "low": one.low, "high": one.high}
     study = {"metric": job.metric, "space": space}

@@ -149,7 +149,7 @@ class Observation:
 
     def _begin_look(self, optimizer: Any, count: int) -> None:
         self._looked_at, self._looked_steps = weakref.ref(optimizer), count
-        self._ended.enter_context(_watching_loaders(self._given, self._loaders))
+        self._ended.enter_context(_watching_loaders(self._given, self._loaders, self._passes))
         self._ended.enter_context(self._passes.counted(list(self._counts)))
         self._look = self._ended.enter_context(profiled(count, self._given, optimizer=optimizer))
 
@@ -167,7 +167,7 @@ class Observation:
         self._framework = visible_framework()
         self._given.clear()
         self._loaders.clear()
-        self._ended.enter_context(_watching_loaders(self._tokens, None))
+        self._ended.enter_context(_watching_loaders(self._tokens, None, self._passes))
         self._times, self._timed = [time.perf_counter()], 0
         self._tell()
 
@@ -181,9 +181,8 @@ class Observation:
             return self._obstacle
         if not self.steps:
             return "no optimizer of torch made a step"
-        return (
-            f"it took {self.steps} optimizer steps, and the one after {self._warm_up} is profiled"
-        )
+        taken = f"it took {self.steps} optimizer steps"
+        return f"{taken}, and the one after {self._warm_up} is profiled"
 
 
 class Passes:
@@ -196,6 +195,7 @@ class Passes:
     def __init__(self) -> None:
         self._passes: dict[int, int] = {}
         self._last: dict[int, tuple[Any, int]] = {}
+        self.count = 0  # gradients so far
         self.least: int | None = None
         """Fewest passes of a step: a GAN's real and fake halves are two for one optimizer alone."""
 
@@ -219,6 +219,7 @@ class Passes:
 
     def _accumulated(self, weight: Any) -> None:
         """Count a pass; it is the first one where the gradient is new or was written to."""
+        self.count += 1
         gradient, key = weight.grad, id(weight)
         if gradient is None:
             return
@@ -306,18 +307,28 @@ class TokenCounts:
 
 
 @contextmanager
-def _watching_loaders(given: list[Any] | TokenCounts, loaders: list[Any] | None) -> Iterator[None]:
-    """Collect every batch that a DataLoader returns, and the loader."""
+def _watching_loaders(given: Any, loaders: Any, passes: Passes) -> Iterator[None]:
+    """Collect the batches of loaders, and the loaders, but for those of an evaluation."""
+    from torch import is_grad_enabled
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     kind: Any = _BaseDataLoaderIter
     original = kind.__next__
+    begun: dict[Any, tuple[int, int]] = {}
 
     def fetched(self: Any) -> Any:
-        batch = original(self)
-        given.append(batch)
-        if loaders is not None:
-            loaders.append(self)
+        try:
+            batch = original(self)
+        except StopIteration:
+            place, passed = begun.get(self, (0, -1))
+            if passed == passes.count:  # an evaluation: no backward pass
+                del given[place:], loaders[place:]
+            raise
+        if is_grad_enabled():
+            if loaders is not None:
+                begun.setdefault(self, (len(given), passes.count))
+                loaders.append(self)
+            given.append(batch)
         return batch
 
     kind.__next__ = fetched

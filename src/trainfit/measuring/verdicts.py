@@ -289,7 +289,7 @@ def attention(requested: Scalar, seen: Evidence) -> Judgement | str:
     evidence = f"calls: {calls}" if calls else f"{found.softmaxes} softmaxes and no kernel"
     if found.masked:
         evidence += ", with a mask"
-    right = {"sdpa": observed in _SDPA, "own": True, "flash": _is_flash(found)}.get(
+    right = {"sdpa": observed in _SDPA, "own": True, "job": True, "flash": _is_flash(found)}.get(
         str(requested), requested == observed
     )
     built = f"build the model with attn_implementation={str(requested)!r}"

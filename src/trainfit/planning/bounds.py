@@ -232,6 +232,7 @@ def bound(sizes: ModelSizes, arguments: dict[str, Any], method: str, load: Load)
     total = sum(parts.values())
     return Taken(
         **parts,
+        parameters=weights,
         peak_allocated=total,
         peak_reserved=total,
         fits=True,

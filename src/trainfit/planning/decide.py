@@ -208,14 +208,12 @@ def attention_path(
     """Choose the attention path by name."""
     if packed:
         return _packed_path(question, gpu, precise)
+    if not question.attention_known:
+        return Choice(value="job", why="the job's own code, if it has any")
     if question.own_attention:
         return Choice(value="own", why=question.unpackable or "the model's own code on padded rows")
-    where = (
-        "the kernel torch chooses"
-        if gpu is None or not question.sized
-        else "flash where nothing is padded, else efficient"
-    )
-    return Choice(value="sdpa", why=where)
+    fast = "flash where nothing is padded, else efficient"
+    return Choice(value="sdpa", why="the kernel torch chooses" if gpu is None else fast)
 
 
 def _packed_path(question: Question, gpu: Gpu | None, precise: Precision) -> Choice:

@@ -333,6 +333,7 @@ def memory_of(
     reserved = min(taken.peak_reserved, target.capacity) if fits else taken.peak_reserved
     return MemoryEstimate(
         **{f"{name}_gib": getattr(taken, name) / GIB for name in PARTS},
+        parameters=round(taken.parameters),
         peak_allocated_gib=taken.peak_allocated / GIB,
         peak_reserved_gib=reserved / GIB,
         capacity_gib=target.capacity / GIB,

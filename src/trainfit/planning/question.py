@@ -46,6 +46,8 @@ class Question(Record):
     """Sequences per optimizer step where no setting says."""
     unpackable: str | None = None
     """Reason why no GPU can attend within packed rows of the model; None: it can."""
+    attention_known: bool = True
+    """False for the model of a job of the user's own, which may have no attention."""
     own_attention: bool = False
     """The model's own code attends to padded rows, where the memory margin is wider."""
     packed_attention: str = "varlen"

@@ -269,7 +269,7 @@ def _row(
         network_gbits=network,
         memory_gib=held,
         fits=held <= memory.capacity_gib,
-        largest_billions=_largest(alone, memory, spared),
+        largest_billions=_largest(memory, spared),
         sent_gib=(inside + between) / GIB,
         link_seconds=seconds,
         step_seconds=step,
@@ -306,11 +306,10 @@ def _step_seconds(many: Plan, way: Sharding, seconds: float | None) -> float | N
     return computed + max(0.0, seconds - hiding)
 
 
-def _largest(alone: Plan, memory: MemoryEstimate, spared: float) -> float | None:
+def _largest(memory: MemoryEstimate, spared: float) -> float | None:
     """Scale the model until it fills the GPU: weights, gradients and state grow, nothing else."""
     kept = memory.weights_gib + memory.adapters_gib + memory.optimizer_gib + memory.gradients_gib
     other = memory.peak_reserved_gib - kept
-    width = 4 if alone.weights_dtype == "float32" else 2
-    billions = (memory.weights_gib * GIB / width + memory.adapters_gib * GIB / 4) / 1e9
+    billions = ((memory.parameters or 0) + memory.adapters_gib * GIB / 4) / 1e9
     room = memory.capacity_gib - other
     return billions * room / (kept - spared) if room > 0 and kept > spared else None

@@ -71,11 +71,9 @@ def about(plan: Plan) -> list[str]:
 
 
 def _parameters(plan: Plan) -> str:
-    """Count the parameters by the memory of the weights; without an estimate, say nothing."""
-    if plan.memory is None or plan.sharding != "none" or plan.quantization != "none":
+    """Count the parameters; without an estimate, say nothing."""
+    if plan.memory is None or not (count := plan.memory.parameters):
         return ""
-    width = 4 if plan.weights_dtype == "float32" else 2
-    count = plan.memory.weights_gib * 2**30 / width
     about = "at most " if plan.memory.bound else ""
     size, unit = next((row for row in _THOUSANDS if count >= 0.9995 * row[0]), (1, ""))
     return f"{about}{count / size:.3g}{unit} parameters"

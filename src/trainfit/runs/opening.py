@@ -19,6 +19,7 @@ AttentionKind = Literal[
     "own",
     "products",
     "frozen",
+    "job",
 ]
 _KERNELS = {"flash": "Flash", "efficient": "memory-efficient", "math": "math"}
 _MOST_CLASSES = 20
@@ -32,7 +33,8 @@ class AttentionPath(Record):
 
     kind: AttentionKind
     """sdpa: by `kernels`. mask: SDPA with a mask on packed rows. own, products: the model's code on
-    padded rows. frozen: none. The others are kernels for packed rows."""
+    padded rows. frozen: none. job: of the user's own, if it has any. The others are kernels for
+    packed rows."""
     kernels: tuple[str, ...] = ()
     """SDPA's kernels on a GPU, the preferred one first."""
     dropout: float = 0.0
@@ -184,7 +186,7 @@ class RunSetup(Record):
         yield self._device()
         yield self._tf32()
         yield f"Precision: {self.precision}" + (" with loss scaling" if self.loss_scaling else "")
-        if not self.samples:
+        if self.attention.kind != "job":
             yield self.attention.line(self.device, alike=self.alike)
         yield (
             f"Using {'fused ' if self.fused else ''}{self.optimizer} optimizer"

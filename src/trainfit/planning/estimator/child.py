@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 import os
@@ -28,11 +27,12 @@ from torch.utils._pytree import tree_iter
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, TrainfitError, in_one_line, user_line
 from trainfit.core.libraries import hide_unused, unhide
+from trainfit.kernels.quantized import count_weights
 from trainfit.planning.estimator import compiled_steps, fake_cuda
 from trainfit.planning.estimator.allocator import Event, replay
 from trainfit.planning.estimator.estimate import PROBES, Answer, Request, Room
 from trainfit.planning.estimator.kernel_buffers import Device
-from trainfit.planning.estimator.meta_device import on_meta
+from trainfit.planning.estimator.meta_device import on_meta, pretrained_by_config
 from trainfit.planning.estimator.quick_fakes import QuickFakes
 from trainfit.planning.estimator.recorder import HANDLES, Recorder
 from trainfit.planning.estimator.step_time import Done
@@ -82,7 +82,8 @@ def main(answers: TextIO | None = None) -> None:
 def answer(request: Request) -> Answer:
     """Run the task's step on fakes and replay its allocations."""
     try:
-        return _run(request)
+        with pretrained_by_config():
+            return _run(request)
     except _NO_META as error:
         return Answer(error=f"{error.func} gives no shape without values")
     except BadInput as error:
@@ -117,7 +118,7 @@ def _run(request: Request) -> Answer:
     compiled_steps.traced_blocks.clear()
     _check_arguments(build, request.task.arguments, request.task.factory)
     with on_meta(), fake_cuda.OnOneDevice("meta"):
-        built = _build(build, request.task.arguments)
+        built = build(**request.task.arguments)
         model, make_step = checked_pair(built, request.task.factory)
     _check_sizes(model)
     fake_cuda.hide_tracing()
@@ -145,25 +146,16 @@ def _run(request: Request) -> Answer:
     state = _state_bytes(optimizers, kept, recorder)
     found = _answer(request, recorder, weights, state, repeated or set())
     # The weights that peft added, by the names that it gives them.
-    adapters = sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
+    adapters = [weight for name, weight in model.named_parameters() if "lora_" in name]
+    added = sum(weight.nbytes for weight in adapters)
     return replace(
         found,
-        weights=weights - adapters,
-        adapters=adapters,
+        weights=weights - added,
+        adapters=added,
+        parameters=count_weights(model) - sum(weight.numel() for weight in adapters),
         family=_family(model),
         compiled=dict(compiled_steps.traced_blocks),
     )
-
-
-def _build(build: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call the factory; transformers' from_pretrained, which needs values, is tried without."""
-    try:
-        return build(**given)
-    except RuntimeError:
-        if "transformers.modeling_utils" not in sys.modules:
-            raise
-        with _pretrained_by_config():
-            return build(**given)
 
 
 def checked_pair(built: Any, factory: str) -> tuple[torch.nn.Module, Callable[..., Any]]:
@@ -311,33 +303,3 @@ def _answer(
         unknown=dict(recorder.unknown),
         masks=recorder.masks,
     )
-
-
-@contextmanager
-def _pretrained_by_config() -> Iterator[None]:
-    """Have from_pretrained read a model's configuration alone: its weights need no values."""
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-    def build(kind: Any, place: Any, /, *_: Any, config: Any = None, **given: Any) -> Any:
-        if given.pop("quantization_config", None):
-            fix = "plan a built-in job with model.quantization, or measure a real step"
-            raise BadInput("from_pretrained quantizes the weights, which needs their values", fix)
-        loaded = given.pop("output_loading_info", False)
-        dtypes = [given.pop(name, None) for name in ("dtype", "torch_dtype")]
-        kernel = {key: given.pop(key) for key in ("attn_implementation",) if key in given}
-        if not isinstance(config, PreTrainedConfig):
-            where = place if config is None else config
-            config, given = kind.config_class.from_pretrained(
-                where, return_unused_kwargs=True, **given
-            )
-        stored = config.dtype or torch.float32
-        dtype = next((one for one in dtypes if one not in (None, "auto")), stored)
-        built = kind._from_config(copy.deepcopy(config), dtype=dtype, **kernel).eval()
-        return (built, {}) if loaded else built
-
-    plain = vars(PreTrainedModel)["from_pretrained"]
-    setattr(PreTrainedModel, "from_pretrained", classmethod(build))  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(PreTrainedModel, "from_pretrained", plain)  # noqa: B010

@@ -21,6 +21,8 @@ from trainfit.planning.estimator.estimate import Answer, Request, Target, ask, i
 from trainfit.planning.estimator.step_time import Done
 
 DEPTHS = (2, 3)
+_HELD = ("weights", "adapters", "parameters", "gradients", "optimizer")
+"""Counts of an answer that are the same on all GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +31,7 @@ class Taken:
 
     weights: float
     adapters: float = 0.0
+    parameters: float = 0.0
     gradients: float
     optimizer: float
     activations: float
@@ -71,10 +74,7 @@ def exactly(factory: str, shape: dict[str, Any], targets: tuple[Target, ...]) ->
 def _whole(answer: Answer) -> list[Taken]:
     return [
         Taken(
-            weights=answer.weights,
-            adapters=answer.adapters,
-            gradients=answer.gradients,
-            optimizer=answer.optimizer,
+            **{name: getattr(answer, name) for name in _HELD},
             activations=room.activations,
             workspace=room.workspace,
             peak_allocated=room.peak_allocated,
@@ -95,11 +95,9 @@ def _extrapolated(small: Answer, large: Answer, at: int, layers: int) -> Taken:
 
     few, many = small.rooms[at], large.rooms[at]
     allocated = line(few.peak_allocated, many.peak_allocated)
+    held: Any = {name: line(getattr(small, name), getattr(large, name)) for name in _HELD}
     return Taken(
-        weights=line(small.weights, large.weights),
-        adapters=line(small.adapters, large.adapters),
-        gradients=line(small.gradients, large.gradients),
-        optimizer=line(small.optimizer, large.optimizer),
+        **held,
         activations=line(few.activations, many.activations),
         workspace=few.workspace,
         peak_allocated=allocated,

@@ -84,6 +84,8 @@ class Answer:
     weights: int = 0
     """Bytes of the weights, without adapters."""
     adapters: int = 0
+    parameters: int = 0
+    """Number of weights, without adapters."""
     gradients: int = 0
     """Gradients of all trained weights, at the end of the backward pass."""
     optimizer: int = 0
@@ -341,6 +343,7 @@ def _estimate(answer: Answer, gpu: GpuSpec, capacity: float) -> MemoryEstimate:
     room = answer.rooms[0]
     return MemoryEstimate(
         weights_gib=answer.weights / GIB,
+        parameters=answer.parameters,
         adapters_gib=answer.adapters / GIB,
         gradients_gib=answer.gradients / GIB,
         optimizer_gib=answer.optimizer / GIB,

@@ -7,8 +7,12 @@ beside those on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +21,8 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
+
+from trainfit.core.errors import BadInput
 
 aten = torch.ops.aten
 _MAX_VALUES = 1 << 12
@@ -29,6 +35,7 @@ _FIXED = (
 )
 """Operations that make tensors of fixed values."""
 _CPU = torch.device("cpu")
+_MODELS = "transformers.modeling_utils"
 _VALUES, _STALE = "_trainfit_built", "_trainfit_stale"
 
 
@@ -36,6 +43,7 @@ _VALUES, _STALE = "_trainfit_built", "_trainfit_stale"
 def on_meta() -> Iterator[None]:
     """Build models on the meta device, uninitialised."""
     values = _Values()  # type: ignore[no-untyped-call]
+    vars(torch).setdefault("meta", SimpleNamespace(device_count=int))  # fork_rng counts devices
     with torch.device("meta"), _Made(), values, _no_initialisation():
         yield
 
@@ -46,11 +54,84 @@ def _no_initialisation() -> Iterator[None]:
     plain = {
         name: each for name, each in vars(init).items() if name.endswith("_") and callable(each)
     }
-    vars(init).update(dict.fromkeys(plain, lambda tensor, *_args, **_options: tensor))
+    vars(init).update({name: _on_values(each) for name, each in plain.items()})
     try:
         yield
     finally:
         vars(init).update(plain)
+
+
+def _on_values(initialise: Callable[..., Any]) -> Callable[..., Any]:
+    """Skip meta tensors alone: a module that is imported meanwhile keeps the function."""
+
+    def initialised(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        return tensor if tensor.is_meta else initialise(tensor, *args, **options)
+
+    return initialised
+
+
+@contextmanager
+def pretrained_by_config() -> Iterator[None]:
+    """Have transformers' from_pretrained read configurations alone, and fetch no weights."""
+    imports = _Imports()
+    sys.meta_path.insert(0, imports)
+    if _MODELS in sys.modules:
+        imports.replace(sys.modules[_MODELS])
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(imports)
+        for kind, plain in imports.replaced:
+            kind.from_pretrained = plain
+
+
+class _Imports:
+    """Import hook for modules that a constructor imports: they outlive the meta device.
+
+    Their own tensors have values, and from_pretrained is replaced as soon as there is one.
+    """
+
+    def __init__(self) -> None:
+        self.replaced: list[tuple[Any, Any]] = []
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.startswith("torch."):  # leaving the modes imports some of them
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                    execute(module)
+                if name == _MODELS:
+                    self.replace(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+    def replace(self, module: Any) -> None:
+        kind = module.PreTrainedModel
+        self.replaced.append((kind, vars(kind)["from_pretrained"]))
+        kind.from_pretrained = classmethod(_by_config)
+
+
+def _by_config(kind: Any, place: Any, /, *_: Any, config: Any = None, **given: Any) -> Any:
+    """Build a model of transformers by its configuration, with from_pretrained's arguments."""
+    if given.pop("quantization_config", None):
+        fix = "plan a built-in job with model.quantization, or measure a real step"
+        raise BadInput("from_pretrained quantizes the weights, which needs their values", fix)
+    loaded = given.pop("output_loading_info", False)
+    dtypes = [given.pop(name, None) for name in ("dtype", "torch_dtype")]
+    kernel = {key: given.pop(key) for key in ("attn_implementation",) if key in given}
+    if config is None or isinstance(config, str):
+        where = place if config is None else config
+        config, given = kind.config_class.from_pretrained(where, return_unused_kwargs=True, **given)
+    stored = config.dtype or torch.float32
+    dtype = next((one for one in dtypes if one not in (None, "auto")), stored)
+    built = kind._from_config(copy.deepcopy(config), dtype=dtype, **kernel).eval()
+    return (built, {}) if loaded else built
 
 
 class _Made(TorchFunctionMode):
