@@ -293,6 +293,7 @@ def _taken(model: PreTrainedModel, *, alone: bool) -> tuple[PreTrainedModel, Unp
     traits, shifted = traits_of(body), type(model).__name__.endswith(_SHIFTED)
     return body, Unpadding(
         traits=traits,
+        family=body.config.model_type,
         own=None if body.config.model_type in OWN_ATTENTION else own,
         reads=_reads(model, body, alone),
         shifted=shifted,

@@ -16,10 +16,12 @@ from statistics import median, stdev
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from trainfit.hardware.host import allowed_by_affinity, compiling_seconds
+from trainfit.hardware.host import allowed_by_affinity
 from trainfit.integrations.body_state import BodyBlocks
 from trainfit.integrations.host_batches import AROUND, Switch
 from trainfit.integrations.unpadded_calls import Unpadding
+from trainfit.planning.execution import family_compiling
+from trainfit.runtime import start_compilers
 
 PADDED, UNPADDED, GRAPHS, COMPILED = range(4)
 """Ways of a step, from the script's own to that with all changes."""
@@ -41,8 +43,6 @@ many turns. Batches differ, and two turns that fell on long ones are not to deci
 _FEWEST = 2
 """Timed turns that a way needs."""
 _DRAWS = 200
-_SAVED = 0.2
-"""Share of a step that compiling saves: 20% of BERT-base's, 19% of a CrossEncoder's on an H200."""
 
 
 class Gain(NamedTuple):
@@ -61,12 +61,10 @@ class Turns:
         clock: Callable[[], float] | None = None,
         *,
         switch: Switch = AROUND,
-        compiling: float | None = None,
+        compilers: Callable[[], bool] = start_compilers,
     ) -> None:
-        self.compiling = (
-            compiling_seconds(allowed_by_affinity()) if compiling is None else compiling
-        )
-        """Seconds that compiling may take."""
+        self._compilers = compilers
+        """Starts torch's compiling processes, and tells if they are ready."""
         self.facts: WeakSet[Unpadding] = WeakSet()
         """Models of the script, which may free them."""
         self.seconds: dict[int, list[float]] = {way: [] for way in range(4)}
@@ -96,6 +94,8 @@ class Turns:
         """Turns of each way in this comparison."""
         self._from: dict[int, int] = {}
         """Number of turns that were timed before this comparison, by their way."""
+        self._worth = False
+        """True once compiling was found to pay."""
         self._compiling = False
         self._begins = 0
         """Step after which the turns of these ways begin."""
@@ -228,20 +228,23 @@ class Turns:
         self._from = {way: len(self.seconds[way]) for way in ways}
 
     def _pays(self) -> bool:
-        """Tell if the rest of the training wins the time of compiling back.
+        """Tell if the rest of the training wins the time of compiling back, and it can begin.
 
         A training of unknown length is expected to last as long again as it has lasted so far.
         """
         if not self._blocks() or len(self.seconds[GRAPHS]) < _FEWEST:
             return False
-        steps = self.left()
-        seconds = (self._step if steps is None else steps) * median(self.seconds[GRAPHS])
-        if seconds * _SAVED > self.compiling:
-            return True
-        if steps is not None:
-            self.uncompiled = f"the {seconds:.0f} s that were left are too short for it"
-            self._leave()
-        return False
+        if not self._worth:
+            steps, cores = self.left(), allowed_by_affinity()
+            seconds = (self._step if steps is None else steps) * median(self.seconds[GRAPHS])
+            found = [family_compiling(name, cores) for name in {one.family for one in self.facts}]
+            saved = seconds * min(share for _, share in found)
+            self._worth = saved > sum(cost for cost, _ in found)
+            if not self._worth and steps is not None:
+                self.uncompiled = f"the {seconds:.0f} s that were left are too short for it"
+                self._leave()
+        # Steps go on meanwhile: without those processes compiling takes half as long again.
+        return self._worth and self._compilers()
 
     def _switch(self, way: int) -> None:
         self._current = way

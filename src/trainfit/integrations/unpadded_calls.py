@@ -56,6 +56,8 @@ class Unpadding:
     """Facts of a model whose padding is dropped, and the reasons that were said."""
 
     traits: Traits
+    family: str = ""
+    """transformers' type of the model."""
     own: str | None
     """Attention implementation of transformers that was set; None for an attention of its own."""
     reads: HeadReads
