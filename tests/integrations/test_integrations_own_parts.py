@@ -386,3 +386,22 @@ def test_a_trainer_that_trains_again_is_changed_once() -> None:
     trainer.model = built()
     apply_speedups(trainer, ["unpadded"])
     assert trainer.model_init is built
+
+
+def test_a_graph_that_a_script_captures_is_not_waited_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given, waits = classifier(), batch("bert"), []
+    trainfit.unpadded(model)
+    [facts] = facts_in(model)
+    monkeypatch.setattr("trainfit.integrations.unpadded_calls._on_gpu", lambda _body: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(True))
+    model(**given)
+    assert facts.tally.said == {"the script captures a graph of its own"}
+    turns = Turns()
+    turns._clock()
+    assert not waits
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    turns._clock()
+    assert waits

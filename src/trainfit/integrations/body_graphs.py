@@ -186,7 +186,7 @@ class BodyGraphs:
         """
         before = random_state(batch.starts.device)
         output = run(batch, inputs, None)
-        if before is not None and random_state(batch.starts.device) != before:
+        if random_state(batch.starts.device) != before:
             if len(self._drawn) == _NOTED:
                 self._drawn.clear()
             self._drawn.add(before)

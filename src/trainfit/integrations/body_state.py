@@ -125,8 +125,6 @@ def _process_obstacle(body: Any) -> str | None:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if distributed and torch.distributed.get_world_size() > 1:
         return "several processes train together"
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return "the script captures a graph of its own"
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func is active"
     if torch._C._current_graph_task_id() != -1:

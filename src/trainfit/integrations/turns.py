@@ -323,6 +323,7 @@ def _synchronised() -> float:
     """Read the clock once the GPU, if there is one in use, has done its work."""
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if in_use and not torch.cuda.is_current_stream_capturing():  # a graph of the script's own
         torch.cuda.synchronize()
     return time.perf_counter()
