@@ -400,6 +400,13 @@ def test_steps_go_on_until_the_compilers_are_ready() -> None:
     loop.ready = True
     loop.run(30)
     assert "compiled" in loop.ways
+    before = loop.turns.saved()
+    assert before is not None
+    loop.turns._worth, loop.turns._compilers = True, lambda: bool(time.sleep(0.1))
+    loop.turns._pays()
+    after = loop.turns.saved()
+    assert after is not None
+    assert after <= before - 0.1  # that is no gain
 
 
 def test_a_training_of_unknown_length_is_compiled_once_it_was_long(

@@ -264,11 +264,10 @@ def _free_graphs() -> None:
     from trainfit.integrations.speeding import facts_in
 
     models = [model for one in _reports if (model := one.model()) is not None]
-    graphs = [facts.graphs for model in models for facts in facts_in(model)]
-    if any(graphs) and not _much_is_free():
+    graphs = [facts.graphs for model in models for facts in facts_in(model) if facts.graphs]
+    if graphs and not _much_is_free():
         for one in graphs:
-            if one is not None:
-                one.free()
+            one.free()
 
 
 def _much_is_free() -> bool:
@@ -310,9 +309,8 @@ def _report(folder: Path) -> None:
     if not _reports:
         return
     tallies = [tally for one in _reports for tally in one.tallies]
-    packed, own, replayed = (
-        sum(getattr(one, n) for one in tallies) for n in ("packed", "own_way", "replayed")
-    )
+    names = ("packed", "own_way", "replayed", "real", "padded")
+    packed, own, replayed, real, padded = (sum(getattr(one, n) for one in tallies) for n in names)
     done = list(dict.fromkeys(name for one in _reports for name in one.found.done))
     left = list(dict.fromkeys(name for one in _reports for name in one.found.left))
     if packed:  # parts of the script's own beside a model, as a head that is prepared apart
@@ -346,8 +344,8 @@ def _report(folder: Path) -> None:
             why=tuple(why),
             packed=packed,
             own=own,
-            real=sum(one.real for one in tallies),
-            padded=sum(one.padded for one in tallies),
+            real=real,
+            padded=padded,
             replayed=replayed,
             times=gain.times if gain else None,
             whole=_whole(),

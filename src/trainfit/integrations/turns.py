@@ -96,11 +96,13 @@ class Turns:
         """Number of turns that were timed before this comparison, by their way."""
         self._worth = False
         """True once compiling was found to pay."""
-        self._compiling = False
+        self._starting = 0.0
+        """Seconds that the start of torch's compiling processes took."""
         self._begins = 0
         """Step after which the turns of these ways begin."""
         self._current = GRAPHS
-        self._ended = False
+        self.ended = False
+        """True once nothing is left to be compared."""
         self._step = 0
         self._last = 0.0
         self._other = 0
@@ -126,11 +128,6 @@ class Turns:
         if self._handle is None and self.facts:
             self._handle = register_optimizer_step_post_hook(lambda *_: self.stepped())
 
-    @property
-    def ended(self) -> bool:
-        """True once nothing is left to be compared."""
-        return self._ended
-
     def pause(self) -> None:
         """Follow no optimizer steps until the next `begin`."""
         if self._handle is not None:
@@ -149,7 +146,7 @@ class Turns:
         self.steps[self._current] += 1
         if self._step == _OWN:
             self._switch(GRAPHS)
-        if not self._ways and not self._ended:
+        if not self._ways and not self.ended:
             self._consider()
         if not self._ways or self._step < self._begins:
             return
@@ -216,7 +213,6 @@ class Turns:
             ways = (GRAPHS, UNPADDED, PADDED) if self._graphs() else (UNPADDED, PADDED)
             self._compare(ways, WARM_UP * (len(ways) - 1))
         elif self.compiled is None and self._pays():
-            self._compiling = True
             self._compare((COMPILED, GRAPHS), self._step + 2 * WARM_UP)
             self._switch(COMPILED)
 
@@ -243,8 +239,11 @@ class Turns:
             if not self._worth and steps is not None:
                 self.uncompiled = f"the {seconds:.0f} s that were left are too short for it"
                 self._leave()
+        began = time.perf_counter()
         # Steps go on meanwhile: without those processes compiling takes half as long again.
-        return self._worth and self._compilers()
+        ready = self._worth and self._compilers()
+        self._starting += time.perf_counter() - began
+        return ready
 
     def _switch(self, way: int) -> None:
         self._current = way
@@ -258,7 +257,7 @@ class Turns:
 
     def _end(self) -> None:
         """Compare the ways, and leave the fastest on."""
-        compiling, self._ways = self._compiling, ()
+        compiling, self._ways = COMPILED in self._from, ()
         way = self._best_compiled() if compiling else self._best()
         if min(len(self.seconds[PADDED]), len(self.seconds[way])) < _FEWEST:
             self._switch(way)  # something came between the steps of all turns
@@ -290,7 +289,7 @@ class Turns:
         return way
 
     def _leave(self) -> None:
-        self._ended = True
+        self.ended = True
         if self._current < GRAPHS:
             for graphs in self._graphs():
                 graphs.free()
@@ -298,13 +297,15 @@ class Turns:
     def saved(self) -> float | None:
         """Seconds that all steps would have taken more by the script's own way, if it was timed.
 
-        Steps of a way that was not timed count as those without padding.
+        The start of compilers is taken off. Steps of a way that was not timed count as those
+        without padding.
         """
         if self.gain is None:
             return None
         each = {way: median(found) for way, found in self.seconds.items() if len(found) >= _FEWEST}
         own, plain = each[PADDED], each.get(UNPADDED, each[PADDED])
-        return sum(count * (own - each.get(way, plain)) for way, count in self.steps.items())
+        gained = sum(count * (own - each.get(way, plain)) for way, count in self.steps.items())
+        return gained - self._starting
 
 
 def gain_of(before: Sequence[float], after: Sequence[float]) -> Gain:
