@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from trainfit.cli.main import run
 from trainfit.integrations import script_hooks
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.body_state import BodyBlocks
-from trainfit.integrations.host_batches import Switch
+from trainfit.integrations.host_batches import AROUND, Switch
 from trainfit.integrations.script_hooks import SpeedUp
 from trainfit.integrations.speeding import apply_speedups, facts_in
 from trainfit.integrations.turns import GRAPHS, Turns
@@ -107,11 +108,15 @@ def test_wrong_words_are_refused_in_one_line(capfd: pytest.CaptureFixture[str]) 
 
 
 @pytest.fixture
-def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(script_hooks, "_reports", [])
-    monkeypatch.setattr(script_hooks, "_begin_turns", lambda *_: None)
+    monkeypatch.setattr(script_hooks, "_turns", None)
+    monkeypatch.setattr(script_hooks, "_earlier", [])
     monkeypatch.setattr(script_hooks.atexit, "register", lambda *_: None)
     monkeypatch.setenv("TRAINFIT_SPEED_UP_NAMES", "unpadded,fused")
+    yield
+    if script_hooks._turns is not None:
+        script_hooks._turns.pause()
 
 
 def classifier() -> Any:
@@ -163,6 +168,32 @@ def test_loops_of_other_libraries_are_hooked(
     assert told.done == ("Lit without padding",)
     assert (told.packed, told.own, told.real) == (1, 0, packed[0])
     assert "43% of the tokens were padding" in told.line()
+
+
+@pytest.mark.usefixtures("hooked")
+def test_a_model_of_another_kind_has_turns_of_its_own(tmp_path: Path) -> None:
+    kind: Any = type("Trainer", (Loop,), {})
+    name = "lightning.pytorch.trainer.trainer"
+    script_hooks.hook(SimpleNamespace(__name__=name, Trainer=kind), tmp_path)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
+    def train(model: Any, steps: int) -> Turns:
+        kind().fit(model)
+        for _ in range(steps):
+            optimizer.step()
+        return script_hooks._turns  # type: ignore[no-any-return]
+
+    small, large = classifier(), nn.Sequential(classifier(), nn.Linear(2, 2))
+    first = train(small, 15)  # ends in the turns
+    [facts] = facts_in(small)
+    second = train(large, 7)
+    assert (first.steps.total(), second.steps.total()) == (15, 7)
+    assert not facts.off
+    assert not AROUND.off
+    assert train(small, 2) is first
+    assert train(torch.compile(small, backend="eager"), 2) is first  # its own kind in a wrapper
+    assert train(large, 1) is second
+    assert (first.steps.total(), second.steps.total()) == (19, 8)
 
 
 @pytest.mark.usefixtures("hooked")

@@ -199,12 +199,12 @@ def _take(trainer: Any, folder: Path, loop: Any) -> None:
 
     from trainfit.integrations.speeding import apply_speedups, facts_in
 
-    _follow(loop)
     model = trainer if isinstance(trainer, nn.Module) else getattr(trainer, "model", None)
     if not isinstance(model, nn.Module):
         return
     for one in (there := facts_in(model)):
         one.watch_anew()  # this training may read other columns than one before
+    _begin_turns(model, loop)
     known = {id(tally) for one in _reports for tally in one.tallies}
     wrapped = there and all(id(one.tally) in known for one in there)  # as by torch.compile
     if wrapped or any(one.model() is model for one in _reports):
@@ -218,8 +218,7 @@ def _take(trainer: Any, folder: Path, loop: Any) -> None:
         atexit.register(_report, folder)
     _reports.append(_taken(model, found))
     _seconds += time.perf_counter() - began
-    _begin_turns(model)
-    _follow(loop)
+    _begin_turns(model, loop)
     _report(folder)
 
 
@@ -231,29 +230,28 @@ def _taken(model: Any, found: SpeedUp) -> _Taken:
     return _Taken(weakref.ref(model), found, [one.tally for one in facts] + graphs)
 
 
-def _begin_turns(model: Any) -> None:
-    """Time the steps of a model; one of another kind than those before has turns of its own."""
+def _begin_turns(model: Any, loop: Any) -> None:
+    """Time the steps of a model; one of another kind than those before has turns of its own.
+
+    Models that are handed over before a step, or inside of a training, train together.
+    """
     global _turns
     from trainfit.integrations.speeding import facts_in
     from trainfit.integrations.turns import Turns
 
     if not (facts := facts_in(model)):
         return
-    kind = type(model).__name__, sum(weight.numel() for weight in model.parameters())
-    if _turns is not None and _turns.ended and kind not in _turns.kinds:
+    # No name of its class, which may be a wrapper's.
+    kind = facts[0].family, sum(weight.numel() for weight in model.parameters())
+    other = _turns is not None and _turns.steps and kind not in _turns.kinds
+    if other and len(_loops) < 2:
         _turns.pause()
         _earlier.append(_turns)
         _turns = next((one for one in _earlier if kind in one.kinds), None)
     _turns = _turns or Turns()
     _turns.kinds.add(kind)
-    _turns.begin(facts)
-
-
-def _follow(loop: Any) -> None:
-    """Read from this loop how many steps are left; it holds a model, and is not held."""
-    if _turns is not None:
-        held = weakref.ref(loop)
-        _turns.left = lambda: steps_left(held())
+    held = weakref.ref(loop)  # it holds a model
+    _turns.begin(facts, lambda: steps_left(held()))
 
 
 def _free_graphs() -> None:

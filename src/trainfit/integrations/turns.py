@@ -130,6 +130,8 @@ class Turns:
 
     def pause(self) -> None:
         """Follow no optimizer steps until the next `begin`."""
+        if not self.ended:
+            self._switch(GRAPHS)
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
