@@ -144,11 +144,11 @@ def run_sped_up(
 
 def hook(module: Any, folder: Path) -> None:
     """Make trainings that begin in a class of `module` faster, and report them in `folder`."""
-    place = _METHODS.get(module.__name__)
-    kind = getattr(module, place[0], None) if place else None
-    if place is None or kind is None or not hasattr(kind, place[1]):
+    place = _METHODS.get(module.__name__, ("", ""))
+    kind = getattr(module, place[0], None)
+    method = getattr(kind, place[1], None)
+    if method is None:
         return
-    method = getattr(kind, place[1])
     direct = module.__name__ == "transformers.trainer"
 
     @wraps(method)
@@ -259,20 +259,16 @@ def _free_graphs() -> None:
 
     Where most memory is free they are kept: some scripts train one model again and again.
     """
+    import torch
+
     from trainfit.integrations.speeding import facts_in
 
     models = [model for one in _reports if (model := one.model()) is not None]
     graphs = [facts.graphs for model in models for facts in facts_in(model) if facts.graphs]
-    if graphs and not _much_is_free():
+    free, total = torch.cuda.mem_get_info() if graphs else (1, 1)
+    if free <= total / 2:
         for one in graphs:
             one.free()
-
-
-def _much_is_free() -> bool:
-    import torch
-
-    free, total = torch.cuda.mem_get_info()
-    return free > total / 2
 
 
 def steps_left(loop: Any) -> int | None:
