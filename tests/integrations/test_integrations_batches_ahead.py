@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -167,3 +169,40 @@ def test_streams_and_default_devices_are_left_alone(ahead: BatchesAhead) -> None
     with torch.device("meta"):
         assert next(begun).device.type == "meta"
     assert ahead.fetched == 0
+
+
+class Learnt(Dataset[Any]):
+    """Rows that a model of the script makes."""
+
+    def __init__(self) -> None:
+        self.layer = torch.nn.Linear(2, 2)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, at: int) -> Any:
+        return self.layer(torch.full((2,), float(at)))
+
+
+def test_batches_that_a_model_makes_have_gradients_where_the_script_takes_them(
+    ahead: BatchesAhead,
+) -> None:
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            found = [batch.requires_grad for batch in DataLoader(Learnt(), 2)]
+        assert found == [gradients] * 6
+    assert ahead.fetched == 8
+
+
+def test_a_process_that_is_forked_off_fetches_by_itself(ahead: BatchesAhead) -> None:
+    begun = iter(DataLoader(Numbers(), 2))
+    whole = list(DataLoader(Numbers(), 2))
+    first = [next(begun) for _ in range(4)]  # one more is being fetched
+    assert ahead.fetched
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        found = list(DataLoader(Numbers(), 2)), first + list(begun)
+        same = all(torch.equal(torch.cat(one), torch.cat(whole)) for one in found)
+        os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -48,7 +48,7 @@ def test_a_pass_that_is_taken_again_draws_the_same(dropout: float, parts: int) -
     for _ in range(4):
         cached_step(model, given)
     assert (graphs.replayed > 0) is (dropout == 0)
-    assert bool(graphs.said) is (dropout > 0)
+    assert bool(graphs.tally.reasons) is (dropout > 0)
 
 
 def test_passes_without_gradients_end_no_graphs() -> None:

@@ -308,6 +308,7 @@ def test_a_model_of_another_kind_has_turns_of_its_own(scripts: Callable[..., Any
     scripts(classifier())
     first = script_hooks._turns
     first._switch(PADDED)
+    first.stepped()
     first._leave()
     scripts(classifier())
     assert script_hooks._turns is first  # a second fold goes as the first was found to be best
@@ -316,7 +317,7 @@ def test_a_model_of_another_kind_has_turns_of_its_own(scripts: Callable[..., Any
     scripts(other)
     assert script_hooks._turns is not first
     assert not facts_in(other)[0].off
-    script_hooks._turns._leave()
+    script_hooks._turns.stepped()
     scripts(classifier())
     assert script_hooks._turns is first
 
@@ -386,3 +387,22 @@ def test_a_trainer_that_trains_again_is_changed_once() -> None:
     trainer.model = built()
     apply_speedups(trainer, ["unpadded"])
     assert trainer.model_init is built
+
+
+def test_a_graph_that_a_script_captures_is_not_waited_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given, waits = classifier(), batch("bert"), []
+    trainfit.unpadded(model)
+    [facts] = facts_in(model)
+    monkeypatch.setattr("trainfit.integrations.unpadded_calls._on_gpu", lambda _body: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(True))
+    model(**given)
+    assert facts.tally.said == {"the script captures a graph of its own"}
+    turns = Turns()
+    turns._clock()
+    assert not waits
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    turns._clock()
+    assert waits

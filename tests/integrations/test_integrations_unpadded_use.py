@@ -313,6 +313,7 @@ def test_a_deberta_in_float32_on_a_gpu_is_left_unless_one_insists(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trainfit.integrations.unpadded_calls._on_gpu", lambda _body: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def goes_packed(kind: str, *, insist: bool = False, dtype: Any = torch.float32) -> bool:
         model = AutoModel.from_config(config(kind)).eval().to(dtype)

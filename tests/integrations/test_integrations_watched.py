@@ -62,7 +62,7 @@ def test_a_later_training_may_read_padding(
 ) -> None:
     for name, value in (("_reports", []), ("_earlier", []), ("_turns", None)):
         monkeypatch.setattr(script_hooks, name, value)
-    monkeypatch.setattr(script_hooks, "_begin_turns", lambda _: None)
+    monkeypatch.setattr(script_hooks, "_begin_turns", lambda *_: None)
     monkeypatch.setattr(script_hooks.atexit, "register", lambda *_: None)
     monkeypatch.setenv("TRAINFIT_SPEED_UP_NAMES", "unpadded")
     begin: dict[str, Callable[[Any], Any]] = {

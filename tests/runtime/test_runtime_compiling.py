@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor
 
 from trainfit.core.errors import BadInput, TrainfitWarning
-from trainfit.runtime import compile_blocks, compile_model, eagerly, forget_if_full
+from trainfit.runtime import (
+    compile_blocks,
+    compile_model,
+    eagerly,
+    forget_if_full,
+    start_compilers,
+)
 
 
 class Small(nn.Module):
@@ -224,3 +231,28 @@ def test_blocks_behind_frozen_embeddings_are_compiled_once() -> None:
     assert compiler.graphs == 1
     assert x.grad is None
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+
+
+@pytest.mark.parametrize(
+    ("ready", "threads", "expected"), [(False, 4, False), (True, 4, True), (False, 1, True)]
+)
+def test_compilers_are_ready_once_torch_says_so(
+    ready: bool, threads: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import async_compile
+
+    future = SimpleNamespace(done=lambda: ready)
+    pool = SimpleNamespace(submit=lambda _: future)
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: threads)
+    monkeypatch.setattr(async_compile.AsyncCompile, "process_pool", lambda: pool)
+    monkeypatch.setattr(async_compile.AsyncCompile, "_ready_future", None)
+    assert start_compilers() is expected
+
+
+def test_without_compiling_processes_steps_do_not_wait_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor import async_compile
+
+    monkeypatch.delattr(async_compile.AsyncCompile, "warm_pool")
+    assert start_compilers()

@@ -119,8 +119,6 @@ class BodyGraphs:
     eager: int = 0
     captured: int = 0
     """Sizes that were captured."""
-    said: set[str] = field(default_factory=set)
-    """Reasons for eager passes."""
     tally: Tally = field(default_factory=Tally)
     _lanes: list[_Lane] = field(default_factory=list)
     _seen: set[Any] = field(default_factory=set)
@@ -186,7 +184,7 @@ class BodyGraphs:
         """
         before = random_state(batch.starts.device)
         output = run(batch, inputs, None)
-        if before is not None and random_state(batch.starts.device) != before:
+        if random_state(batch.starts.device) != before:
             if len(self._drawn) == _NOTED:
                 self._drawn.clear()
             self._drawn.add(before)
@@ -245,15 +243,14 @@ class BodyGraphs:
 
     def _say(self, why: str) -> None:
         """Log a reason for an eager pass, once."""
-        if why not in self.said:
-            self.said.add(why)
+        if why not in self.tally.reasons:
             self.tally.reasons.add(why)
             _LOG.warning("graphs: a batch is not replayed as a CUDA graph: %s", why)
 
     def stop(self, why: str) -> None:
         """Free all graphs, and capture none from here on."""
         self.obstacle = why
-        self._clear()
+        self.free()
         self._say(why)
 
     def make_room(self, device: torch.device, growth: float) -> None:
@@ -263,20 +260,17 @@ class BodyGraphs:
 
     def free(self) -> None:
         """Free the memory of all graphs; batches that come again are captured again."""
-        self._clear()
+        self._lanes.clear()
+        self._seen.clear()
+        self._met.clear()
+        self._targets = None
+        self._full, self._taken = False, 0
 
     def keep(self, *, compiled: bool) -> None:
         """Free the graphs of the other kind, which are not replayed from here on."""
         for lane in self._lanes:
             kept = [graph for graph in lane.graphs if (graph.call.blocks is not None) is compiled]
             lane.graphs = kept or lane.graphs  # torch takes none into a pool whose last was freed
-
-    def _clear(self) -> None:
-        self._lanes.clear()
-        self._seen.clear()
-        self._met.clear()
-        self._targets = None
-        self._full, self._taken = False, 0
 
     def _same(self, state: BodyState) -> bool:
         """True if the weights and switches of a pass are those captured; else drop all graphs."""
@@ -286,7 +280,7 @@ class BodyGraphs:
         if any(lane.graphs for lane in self._lanes):
             soon = self.replayed - self._replayed_before < _SOON
             self._renewals = self._renewals + 1 if soon else 0
-            self._clear()
+            self.free()
         self._replayed_before = self.replayed
         if self._renewals > _RENEWALS:
             self.stop("its weights or settings change again and again")

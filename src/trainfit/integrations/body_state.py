@@ -44,7 +44,8 @@ def body_state(body: Any, known: BodyState | None = None) -> BodyState | str:
     """
     if (why := _process_obstacle(body)) is not None:
         return why
-    if known is not None and _unchanged(known, body):
+    same = known is not None and known.sizes == [*map(len, known.inner)]
+    if known is not None and same and known.key == _key([body.__dict__, *known.inner]):
         return known
     found = list(_walk(body))
     for module in found:
@@ -59,7 +60,7 @@ def body_state(body: Any, known: BodyState | None = None) -> BodyState | str:
     ]
     weights = {id(weight): weight for _, _, weight in places}
     inner = tables[1:]  # around the outermost one nothing is captured
-    return BodyState(_key(tables), _sizes(inner), inner, list(weights.values()), places)
+    return BodyState(_key(tables), [*map(len, inner)], inner, list(weights.values()), places)
 
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:
@@ -68,14 +69,6 @@ def _walk(module: nn.Module) -> Iterator[nn.Module]:
     for child in module._modules.values():
         if child is not None:
             yield from _walk(child)
-
-
-def _unchanged(known: BodyState, body: Any) -> bool:
-    return known.sizes == _sizes(known.inner) and known.key == _key([body.__dict__, *known.inner])
-
-
-def _sizes(inner: list[Table]) -> list[int]:
-    return [len(own) for own in inner]
 
 
 def _key(modules: list[Table]) -> list[Any]:
@@ -125,8 +118,6 @@ def _process_obstacle(body: Any) -> str | None:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if distributed and torch.distributed.get_world_size() > 1:
         return "several processes train together"
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return "the script captures a graph of its own"
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func is active"
     if torch._C._current_graph_task_id() != -1:

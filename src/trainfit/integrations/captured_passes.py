@@ -270,10 +270,8 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
-def random_state(device: torch.device) -> bytes | None:
-    """State of the random generator; None while the script captures a graph of its own."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
+def random_state(device: torch.device) -> bytes:
+    """State of the random generator."""
     state: bytes = generator_of(device).get_state().numpy().tobytes()
     return state
 

@@ -8,13 +8,14 @@ sentence-transformers send batches.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -124,6 +125,8 @@ class BatchesAhead:
     """A batch could not be fetched in the thread; later ones are not tried there."""
     fetched: int = 0
     """Batches that were fetched in the thread."""
+    process: int = field(default_factory=os.getpid)
+    """Process of the thread: one that is forked off it has none."""
 
 
 def fetch_ahead() -> BatchesAhead:
@@ -145,7 +148,8 @@ def fetch_ahead() -> BatchesAhead:
 
     def next_data(self: Any) -> Any:
         waiting: _Batch | None = vars(self).pop(_WAITING, None)
-        on = not (AROUND.off or ahead.failed) and _can_be_ahead(self)
+        here = ahead.process == os.getpid()
+        on = here and not (AROUND.off or ahead.failed) and _can_be_ahead(self)
         if waiting is None and not (on and vars(self).get(_CALM)):
             return _watched(self, plainly, pool) if on else plainly(self)
         if waiting is None:
@@ -207,17 +211,18 @@ def _begun(loader: Any, pool: ThreadPoolExecutor) -> _Batch:
     except StopIteration:
         return _Batch()
     gpu = torch.cuda.current_device() if _gpu_in_use() else None
-    return _Batch(indices, pool.submit(_fetch, loader, indices, gpu))
+    return _Batch(indices, pool.submit(_fetch, loader, indices, gpu, torch.is_grad_enabled()))
 
 
-def _fetch(loader: Any, indices: Any, gpu: int | None) -> Any:
-    """Fetch in the thread, whose current GPU is its own: batches may be sent to "cuda"."""
-    with nullcontext() if gpu is None else torch.cuda.device(gpu):
+def _fetch(loader: Any, indices: Any, gpu: int | None, gradients: bool) -> Any:
+    """Fetch in the thread, with the script's GPU and gradients: a model may make the batches."""
+    device = nullcontext() if gpu is None else torch.cuda.device(gpu)
+    with device, torch.set_grad_enabled(gradients):
         return loader._dataset_fetcher.fetch(indices)
 
 
 def _fetched(loader: Any, waiting: _Batch, ahead: BatchesAhead) -> Any:
-    if waiting.data is not None:
+    if waiting.data is not None and ahead.process == os.getpid():
         try:
             data = waiting.data.result()
         except Exception:  # noqa: BLE001 what is bound to the script's thread works there

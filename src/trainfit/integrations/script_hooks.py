@@ -144,11 +144,11 @@ def run_sped_up(
 
 def hook(module: Any, folder: Path) -> None:
     """Make trainings that begin in a class of `module` faster, and report them in `folder`."""
-    place = _METHODS.get(module.__name__)
-    kind = getattr(module, place[0], None) if place else None
-    if place is None or kind is None or not hasattr(kind, place[1]):
+    place = _METHODS.get(module.__name__, ("", ""))
+    kind = getattr(module, place[0], None)
+    method = getattr(kind, place[1], None)
+    if method is None:
         return
-    method = getattr(kind, place[1])
     direct = module.__name__ == "transformers.trainer"
 
     @wraps(method)
@@ -199,12 +199,12 @@ def _take(trainer: Any, folder: Path, loop: Any) -> None:
 
     from trainfit.integrations.speeding import apply_speedups, facts_in
 
-    _follow(loop)
     model = trainer if isinstance(trainer, nn.Module) else getattr(trainer, "model", None)
     if not isinstance(model, nn.Module):
         return
     for one in (there := facts_in(model)):
         one.watch_anew()  # this training may read other columns than one before
+    _begin_turns(model, loop)
     known = {id(tally) for one in _reports for tally in one.tallies}
     wrapped = there and all(id(one.tally) in known for one in there)  # as by torch.compile
     if wrapped or any(one.model() is model for one in _reports):
@@ -218,8 +218,7 @@ def _take(trainer: Any, folder: Path, loop: Any) -> None:
         atexit.register(_report, folder)
     _reports.append(_taken(model, found))
     _seconds += time.perf_counter() - began
-    _begin_turns(model)
-    _follow(loop)
+    _begin_turns(model, loop)
     _report(folder)
 
 
@@ -231,29 +230,28 @@ def _taken(model: Any, found: SpeedUp) -> _Taken:
     return _Taken(weakref.ref(model), found, [one.tally for one in facts] + graphs)
 
 
-def _begin_turns(model: Any) -> None:
-    """Time the steps of a model; one of another kind than those before has turns of its own."""
+def _begin_turns(model: Any, loop: Any) -> None:
+    """Time the steps of a model; one of another kind than those before has turns of its own.
+
+    Models that are handed over before a step, or inside of a training, train together.
+    """
     global _turns
     from trainfit.integrations.speeding import facts_in
     from trainfit.integrations.turns import Turns
 
     if not (facts := facts_in(model)):
         return
-    kind = type(model).__name__, sum(weight.numel() for weight in model.parameters())
-    if _turns is not None and _turns.ended and kind not in _turns.kinds:
+    # No name of its class, which may be a wrapper's.
+    kind = facts[0].family, sum(weight.numel() for weight in model.parameters())
+    other = _turns is not None and _turns.steps and kind not in _turns.kinds
+    if other and len(_loops) < 2:
         _turns.pause()
         _earlier.append(_turns)
         _turns = next((one for one in _earlier if kind in one.kinds), None)
     _turns = _turns or Turns()
     _turns.kinds.add(kind)
-    _turns.begin(facts)
-
-
-def _follow(loop: Any) -> None:
-    """Read from this loop how many steps are left; it holds a model, and is not held."""
-    if _turns is not None:
-        held = weakref.ref(loop)
-        _turns.left = lambda: steps_left(held())
+    held = weakref.ref(loop)  # it holds a model
+    _turns.begin(facts, lambda: steps_left(held()))
 
 
 def _free_graphs() -> None:
@@ -261,21 +259,16 @@ def _free_graphs() -> None:
 
     Where most memory is free they are kept: some scripts train one model again and again.
     """
+    import torch
+
     from trainfit.integrations.speeding import facts_in
 
     models = [model for one in _reports if (model := one.model()) is not None]
-    graphs = [facts.graphs for model in models for facts in facts_in(model)]
-    if any(graphs) and not _much_is_free():
+    graphs = [facts.graphs for model in models for facts in facts_in(model) if facts.graphs]
+    free, total = torch.cuda.mem_get_info() if graphs else (1, 1)
+    if free <= total / 2:
         for one in graphs:
-            if one is not None:
-                one.free()
-
-
-def _much_is_free() -> bool:
-    import torch
-
-    free, total = torch.cuda.mem_get_info()
-    return free > total / 2
+            one.free()
 
 
 def steps_left(loop: Any) -> int | None:
@@ -310,9 +303,8 @@ def _report(folder: Path) -> None:
     if not _reports:
         return
     tallies = [tally for one in _reports for tally in one.tallies]
-    packed, own, replayed = (
-        sum(getattr(one, n) for one in tallies) for n in ("packed", "own_way", "replayed")
-    )
+    names = ("packed", "own_way", "replayed", "real", "padded")
+    packed, own, replayed, real, padded = (sum(getattr(one, n) for one in tallies) for n in names)
     done = list(dict.fromkeys(name for one in _reports for name in one.found.done))
     left = list(dict.fromkeys(name for one in _reports for name in one.found.left))
     if packed:  # parts of the script's own beside a model, as a head that is prepared apart
@@ -346,8 +338,8 @@ def _report(folder: Path) -> None:
             why=tuple(why),
             packed=packed,
             own=own,
-            real=sum(one.real for one in tallies),
-            padded=sum(one.padded for one in tallies),
+            real=real,
+            padded=padded,
             replayed=replayed,
             times=gain.times if gain else None,
             whole=_whole(),

@@ -293,6 +293,7 @@ def _taken(model: PreTrainedModel, *, alone: bool) -> tuple[PreTrainedModel, Unp
     traits, shifted = traits_of(body), type(model).__name__.endswith(_SHIFTED)
     return body, Unpadding(
         traits=traits,
+        family=body.config.model_type,
         own=None if body.config.model_type in OWN_ATTENTION else own,
         reads=_reads(model, body, alone),
         shifted=shifted,
@@ -375,18 +376,14 @@ def _unpadded_class(kind: Any, is_body: bool) -> Any:
 
     def reduce(self: Any, protocol: Any) -> Any:
         _, arguments, *rest = super(made, self).__reduce_ex__(protocol)
-        return (_rebuild, (kind, is_body, _own_name(self), *arguments[1:]), *rest)
+        own = getattr(self.__dict__.get(FACTS), "own", None)
+        return (_rebuild, (kind, is_body, own, *arguments[1:]), *rest)
 
     names = ("__module__", "__qualname__", "__doc__")
     members: dict[str, Any] = {name: getattr(kind, name) for name in names}
     members |= {"forward": forward, "__reduce_ex__": reduce, "_trainfit_kind": kind}
     made = type(kind)(kind.__name__, (kind,), members)
     return made
-
-
-def _own_name(module: nn.Module) -> str | None:
-    facts: Unpadding | None = module.__dict__.get(FACTS)
-    return None if facts is None else facts.own
 
 
 def _rebuild(kind: Any, is_body: bool, own: str | None, *arguments: Any) -> nn.Module:

@@ -16,10 +16,12 @@ from statistics import median, stdev
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from trainfit.hardware.host import allowed_by_affinity, compiling_seconds
+from trainfit.hardware.host import allowed_by_affinity
 from trainfit.integrations.body_state import BodyBlocks
 from trainfit.integrations.host_batches import AROUND, Switch
 from trainfit.integrations.unpadded_calls import Unpadding
+from trainfit.planning.execution import family_compiling
+from trainfit.runtime import start_compilers
 
 PADDED, UNPADDED, GRAPHS, COMPILED = range(4)
 """Ways of a step, from the script's own to that with all changes."""
@@ -41,8 +43,6 @@ many turns. Batches differ, and two turns that fell on long ones are not to deci
 _FEWEST = 2
 """Timed turns that a way needs."""
 _DRAWS = 200
-_SAVED = 0.2
-"""Share of a step that compiling saves: 20% of BERT-base's, 19% of a CrossEncoder's on an H200."""
 
 
 class Gain(NamedTuple):
@@ -61,12 +61,10 @@ class Turns:
         clock: Callable[[], float] | None = None,
         *,
         switch: Switch = AROUND,
-        compiling: float | None = None,
+        compilers: Callable[[], bool] = start_compilers,
     ) -> None:
-        self.compiling = (
-            compiling_seconds(allowed_by_affinity()) if compiling is None else compiling
-        )
-        """Seconds that compiling may take."""
+        self._compilers = compilers
+        """Starts torch's compiling processes, and tells if they are ready."""
         self.facts: WeakSet[Unpadding] = WeakSet()
         """Models of the script, which may free them."""
         self.seconds: dict[int, list[float]] = {way: [] for way in range(4)}
@@ -96,11 +94,15 @@ class Turns:
         """Turns of each way in this comparison."""
         self._from: dict[int, int] = {}
         """Number of turns that were timed before this comparison, by their way."""
-        self._compiling = False
+        self._worth = False
+        """True once compiling was found to pay."""
+        self._starting = 0.0
+        """Seconds that the start of torch's compiling processes took."""
         self._begins = 0
         """Step after which the turns of these ways begin."""
         self._current = GRAPHS
-        self._ended = False
+        self.ended = False
+        """True once nothing is left to be compared."""
         self._step = 0
         self._last = 0.0
         self._other = 0
@@ -126,13 +128,10 @@ class Turns:
         if self._handle is None and self.facts:
             self._handle = register_optimizer_step_post_hook(lambda *_: self.stepped())
 
-    @property
-    def ended(self) -> bool:
-        """True once nothing is left to be compared."""
-        return self._ended
-
     def pause(self) -> None:
         """Follow no optimizer steps until the next `begin`."""
+        if not self.ended:
+            self._switch(GRAPHS)
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -149,7 +148,7 @@ class Turns:
         self.steps[self._current] += 1
         if self._step == _OWN:
             self._switch(GRAPHS)
-        if not self._ways and not self._ended:
+        if not self._ways and not self.ended:
             self._consider()
         if not self._ways or self._step < self._begins:
             return
@@ -216,7 +215,6 @@ class Turns:
             ways = (GRAPHS, UNPADDED, PADDED) if self._graphs() else (UNPADDED, PADDED)
             self._compare(ways, WARM_UP * (len(ways) - 1))
         elif self.compiled is None and self._pays():
-            self._compiling = True
             self._compare((COMPILED, GRAPHS), self._step + 2 * WARM_UP)
             self._switch(COMPILED)
 
@@ -228,20 +226,26 @@ class Turns:
         self._from = {way: len(self.seconds[way]) for way in ways}
 
     def _pays(self) -> bool:
-        """Tell if the rest of the training wins the time of compiling back.
+        """Tell if the rest of the training wins the time of compiling back, and it can begin.
 
         A training of unknown length is expected to last as long again as it has lasted so far.
         """
         if not self._blocks() or len(self.seconds[GRAPHS]) < _FEWEST:
             return False
-        steps = self.left()
-        seconds = (self._step if steps is None else steps) * median(self.seconds[GRAPHS])
-        if seconds * _SAVED > self.compiling:
-            return True
-        if steps is not None:
-            self.uncompiled = f"the {seconds:.0f} s that were left are too short for it"
-            self._leave()
-        return False
+        if not self._worth:
+            steps, cores = self.left(), allowed_by_affinity()
+            seconds = (self._step if steps is None else steps) * median(self.seconds[GRAPHS])
+            found = [family_compiling(name, cores) for name in {one.family for one in self.facts}]
+            saved = seconds * min(share for _, share in found)
+            self._worth = saved > sum(cost for cost, _ in found)
+            if not self._worth and steps is not None:
+                self.uncompiled = f"the {seconds:.0f} s that were left are too short for it"
+                self._leave()
+        began = time.perf_counter()
+        # Steps go on meanwhile: without those processes compiling takes half as long again.
+        ready = self._worth and self._compilers()
+        self._starting += time.perf_counter() - began
+        return ready
 
     def _switch(self, way: int) -> None:
         self._current = way
@@ -255,7 +259,7 @@ class Turns:
 
     def _end(self) -> None:
         """Compare the ways, and leave the fastest on."""
-        compiling, self._ways = self._compiling, ()
+        compiling, self._ways = COMPILED in self._from, ()
         way = self._best_compiled() if compiling else self._best()
         if min(len(self.seconds[PADDED]), len(self.seconds[way])) < _FEWEST:
             self._switch(way)  # something came between the steps of all turns
@@ -287,7 +291,7 @@ class Turns:
         return way
 
     def _leave(self) -> None:
-        self._ended = True
+        self.ended = True
         if self._current < GRAPHS:
             for graphs in self._graphs():
                 graphs.free()
@@ -295,13 +299,15 @@ class Turns:
     def saved(self) -> float | None:
         """Seconds that all steps would have taken more by the script's own way, if it was timed.
 
-        Steps of a way that was not timed count as those without padding.
+        The start of compilers is taken off. Steps of a way that was not timed count as those
+        without padding.
         """
         if self.gain is None:
             return None
         each = {way: median(found) for way, found in self.seconds.items() if len(found) >= _FEWEST}
         own, plain = each[PADDED], each.get(UNPADDED, each[PADDED])
-        return sum(count * (own - each.get(way, plain)) for way, count in self.steps.items())
+        gained = sum(count * (own - each.get(way, plain)) for way, count in self.steps.items())
+        return gained - self._starting
 
 
 def gain_of(before: Sequence[float], after: Sequence[float]) -> Gain:
@@ -320,6 +326,7 @@ def _synchronised() -> float:
     """Read the clock once the GPU, if there is one in use, has done its work."""
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if in_use and not torch.cuda.is_current_stream_capturing():  # a graph of the script's own
         torch.cuda.synchronize()
     return time.perf_counter()

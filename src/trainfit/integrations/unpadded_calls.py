@@ -56,6 +56,8 @@ class Unpadding:
     """Facts of a model whose padding is dropped, and the reasons that were said."""
 
     traits: Traits
+    family: str = ""
+    """transformers' type of the model."""
     own: str | None
     """Attention implementation of transformers that was set; None for an attention of its own."""
     reads: HeadReads
@@ -198,6 +200,8 @@ def call_obstacle(unpadding: Unpadding, body: Any, given: Mapping[str, Any]) -> 
         return "gradients of gradients are asked for"
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return "a transform of torch.func, or a forward derivative"
+    if _on_gpu(body) and torch.cuda.is_current_stream_capturing():  # which allows no wait
+        return "the script captures a graph of its own"
     if not unpadding.insisted and _slower(body):
         return "a DeBERTa in float32 has no kernel on a GPU, and is slower without padding"
     if given.get("output_attentions") or getattr(body.config, "output_attentions", False):

@@ -125,11 +125,7 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         facts.count(None)
         body.__dict__[_PASSING] = _Passing(None)
         output = kind.forward(self, *args, **kwargs)
-        return (
-            output
-            if batch is None or not unsure
-            else _watch(facts, batch, output, training=self.training)
-        )
+        return _watch(facts, batch if unsure else None, output, training=self.training)
     finally:
         body.__dict__.pop(_PASSING, None)
 

@@ -81,8 +81,13 @@ class Way:
 
 def compile_cost(sizes: ModelSizes | None, cores: int) -> float:
     """Seconds that compiling takes once, with a cold cache."""
-    family = "" if sizes is None else sizes.family
-    return compiling_seconds(cores) * _PACES.get(family, _BERT).kinds
+    return family_compiling("" if sizes is None else sizes.family, cores)[0]
+
+
+def family_compiling(family: str, cores: int) -> tuple[float, float]:
+    """Seconds that compiling a model of a family takes, and the share of a step that it saves."""
+    pace = _PACES.get(family, _BERT)
+    return compiling_seconds(cores) * pace.kinds, 1 - pace.eager / pace.compiled
 
 
 def flops_of(sizes: ModelSizes, method: str) -> ModelFlops:

@@ -13,6 +13,7 @@ from trainfit.runtime.compile import (
     forget_compiled,
     forget_if_full,
     repeated_blocks,
+    start_compilers,
     start_gpu,
 )
 from trainfit.runtime.switches import applied, apply, undo
@@ -27,6 +28,7 @@ __all__ = [
     "forget_compiled",
     "forget_if_full",
     "repeated_blocks",
+    "start_compilers",
     "start_gpu",
     "undo",
 ]

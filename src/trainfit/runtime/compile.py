@@ -94,8 +94,7 @@ def compile_blocks(
 def start_gpu(device: torch.device, *, compilers: bool) -> None:
     """Start the GPU's context and torch's compiling processes, while something else is done.
 
-    Both take seconds. Until those processes have imported torch, kernels are compiled one by one in
-    this one.
+    Both take seconds.
     """
     import torch
 
@@ -104,13 +103,21 @@ def start_gpu(device: torch.device, *, compilers: bool) -> None:
             torch.cuda.synchronize(device)
 
     Thread(target=context, daemon=True).start()
-    if not compilers:
-        return
-    from torch._inductor.async_compile import AsyncCompile
+    if compilers:
+        start_compilers()
 
+
+def start_compilers() -> bool:
+    """Start torch's compiling processes; True once they are ready, or where there are none.
+
+    Until they have imported torch, kernels are compiled one by one in this one.
+    """
     with suppress(Exception):  # without them it takes longer, and nothing else changes
+        from torch._inductor.async_compile import AsyncCompile
+
         AsyncCompile.warm_pool()
-        AsyncCompile.use_process_pool()
+        return AsyncCompile.use_process_pool() or AsyncCompile._ready_future is None
+    return True
 
 
 def compile_seconds() -> float:
