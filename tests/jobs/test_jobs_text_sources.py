@@ -88,6 +88,28 @@ def test_a_folder_of_files_is_its_splits(tmp_path: Path):
         settled(f"data.train={tmp_path}")
 
 
+def test_a_clone_of_the_hub_is_its_splits(tmp_path: Path):
+    (tmp_path / "README.md").write_text("a card")
+    for split in ("train", "test"):
+        place = tmp_path / "data" / f"{split}-00000-of-00001.parquet"
+        place.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(ROWS), place)
+    data, _ = settled(f"data.train={tmp_path}")
+    assert (data.train, data.test) == (
+        str(tmp_path / "data" / "train-00000-of-00001.parquet"),
+        str(tmp_path / "data" / "test-00000-of-00001.parquet"),
+    )
+    (tmp_path / "data" / "test-00000-of-00001.parquet").unlink()
+    for part in ("00000", "00001"):
+        name = f"test-{part}-of-00002.parquet"
+        pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "data" / name)
+    with pytest.raises(BadInput, match="holds test in 2 files; join them"):
+        settled(f"data.train={tmp_path}")
+    put(tmp_path / "other" / "train.csv")
+    with pytest.raises(BadInput, match=r"holds no train\.csv"):
+        settled(f"data.train={tmp_path}")
+
+
 def test_a_column_tells_the_splits(tmp_path: Path):
     names = ["train", "Train", "dev", "test", "test"]
     rows = [{"text": f"words {n}", "label": n % 2, "split": names[n % 5]} for n in range(50)]

@@ -7,6 +7,7 @@ and the plan says so.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -43,6 +44,8 @@ _FIRST = 1000
 """Rows that tell if a split has labels."""
 _SPLIT_COLUMNS = ("split", "set", "partition", "data_split")
 """Names of a column that says which split a row is of."""
+_PART = re.compile(r"-\d{5}-of-(\d{5})$")
+"""End of the name of a split's file in a dataset that was cloned from the hub."""
 
 
 def settle_sources(composed: Composed) -> Composed:
@@ -213,6 +216,11 @@ def find_splits(path: Path, chosen: str | None = None, kinds: Kinds = KINDS) -> 
         return {"train": places[0]}
     found = {split: list(_places(path, names, kinds)) for split, names in SPLITS.items()}
     for split, places in found.items():
+        if len(places) > 1 and _PART.search(places[0].stem):
+            fix = (
+                "join them: datasets.load_dataset(folder).save_to_disk(another), and give that one"
+            )
+            raise BadInput(f"{path} holds {split} in {len(places)} files", fix)
         if len(places) > 1:
             both = f"{places[0].name} and {places[1].name}"
             raise BadInput(f"{path} holds {both}", f"name one of them with data.{split}")
@@ -241,19 +249,26 @@ def _listed(folder: Path) -> str:
 
 
 def _tables(folder: Path, kinds: Kinds) -> list[Path]:
-    """Files of these kinds in a folder, and its saved splits."""
-    return [
-        one
-        for one in sorted(folder.glob("[!.]*"))
-        if (one.is_file() and one.suffix.lower() in kinds) or (one / "state.json").is_file()
-    ]
+    """Files of these kinds and saved splits in a folder, or in the only one below that has any."""
+
+    def there(place: Path) -> list[Path]:
+        return [
+            one
+            for one in sorted(place.glob("[!.]*"))
+            if (one.is_file() and one.suffix.lower() in kinds) or (one / "state.json").is_file()
+        ]
+
+    if tables := there(folder):
+        return tables
+    below = [found for one in sorted(folder.glob("[!.]*/")) if (found := there(one))]
+    return below[0] if len(below) == 1 else []
 
 
 def _places(folder: Path, names: tuple[str, ...], kinds: Kinds) -> Iterator[Path]:
     there = _tables(folder, kinds)
     for name in map(str.lower, names):
         for one in there:
-            if name == (one.stem if one.is_file() else one.name).lower():
+            if name == _PART.sub("", one.stem if one.is_file() else one.name).lower():
                 yield one
 
 
