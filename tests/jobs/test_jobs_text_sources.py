@@ -17,7 +17,7 @@ from trainfit.cli.main import run
 from trainfit.conf import TextclassConfig
 from trainfit.conf.schema import TextclassData
 from trainfit.core.errors import BadInput, TrainfitWarning
-from trainfit.data.text_files import SPLITS, Columns, RowCount, read_chunks
+from trainfit.data.text_files import SPLITS, Columns, RowCount, infer_labels, read_chunks
 from trainfit.data.tokenizers import learn_tokenizer
 from trainfit.jobs.configuration import configure
 from trainfit.jobs.known_data import columns_of
@@ -108,6 +108,39 @@ def test_a_clone_of_the_hub_is_its_splits(tmp_path: Path):
     put(tmp_path / "other" / "train.csv")
     with pytest.raises(BadInput, match=r"holds no train\.csv"):
         settled(f"data.train={tmp_path}")
+
+
+def test_columns_of_0_and_1_are_labels_like_lists_of_their_names(tmp_path: Path):
+    names = ("toxic", "obscene", "threat")
+    rows = [[n % 2, n % 3 == 0, n % 5 == 0] for n in range(60)]
+    lists = [[name for name, bit in zip(names, row, strict=True) if bit] for row in rows]
+    texts = [f"comment {n}" for n in range(60)]
+    listed = tmp_path / "lists.jsonl"
+    pd.DataFrame({"text": texts, "labels": lists}).to_json(listed, orient="records", lines=True)
+    columns = columns_of(settled(f"data.train={listed}")[0])
+    kind = infer_labels(listed, columns, "auto")
+    [wanted] = read_chunks(listed, columns, kind=kind)
+    table = pd.DataFrame(
+        {"id": range(60), "text": texts} | dict(zip(names, zip(*rows, strict=True), strict=True))
+    )
+    table.astype({"toxic": float}).to_csv(tmp_path / "a.csv", index=False)
+    table.to_parquet(tmp_path / "a.parquet")
+    for path in (tmp_path / "a.csv", tmp_path / "a.parquet"):
+        _, notes = settled(f"data.train={path}")
+        word = "data.label_column='toxic+obscene+threat'"
+        assert f"2 other columns hold 0 and 1 too: {word} takes all as labels" in notes
+        data, notes = settled(f"data.train={path}", word)
+        assert "hold 0 and 1" not in "".join(notes)
+        columns = columns_of(data)
+        assert infer_labels(path, columns, "auto").target == "multi"
+        [found] = read_chunks(path, columns, kind=infer_labels(path, columns, "auto"))
+        assert (found.texts, found.labels) == (wanted.texts, wanted.labels)
+    with pytest.raises(BadInput, match="has no column insult"):
+        settled(f"data.train={tmp_path / 'a.csv'}", "data.label_column=toxic+insult")
+    table.loc[7, "toxic"] = -1
+    table.to_csv(tmp_path / "a.csv", index=False)
+    with pytest.raises(BadInput, match="row 8, column toxic: the value is neither 0 nor 1"):
+        infer_labels(tmp_path / "a.csv", columns, "auto")
 
 
 def test_a_column_tells_the_splits(tmp_path: Path):

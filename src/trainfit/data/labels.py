@@ -243,6 +243,16 @@ def read_label(value: Any, kind: LabelKind, place: str) -> Label:
     return number
 
 
+def is_marked(value: Any, place: str) -> bool:
+    """Read the 0 or 1 of a label with a column of its own; an empty cell is a 0."""
+    word = str(value).strip().lower()
+    bit = float(word == "true") if word in _TRUTH else 0.0 if is_missing(value) else _bit(value)
+    if bit not in (0.0, 1.0):
+        fix = "write 0 or 1, or leave the row out"
+        raise BadInput(f"{place}: the value is neither 0 nor 1", fix)
+    return bit == 1.0
+
+
 def describe(kind: LabelKind) -> str:
     """Describe the labels for a note."""
     if kind.target == "multi":

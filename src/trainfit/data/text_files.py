@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import checksum
-from trainfit.data.columnar import is_stream
+from trainfit.data.columnar import flat, is_stream
 from trainfit.data.conll_files import TAGGED, read_words
 from trainfit.data.labels import (
     Label,
@@ -24,6 +25,7 @@ from trainfit.data.labels import (
     check_kind,
     check_labels,
     infer_kind,
+    is_marked,
     is_missing,
     one_class,
     read_label,
@@ -34,6 +36,7 @@ from trainfit.data.row_files import (
     LONGEST_LINE,
     Kinds,
     check_file,
+    column_names,
     has_decimal_commas,
     read_rows,
 )
@@ -42,6 +45,7 @@ _TELLING = 10_000
 """Rows that tell the kind of the labels."""
 _FIRST = 1000
 """Rows that are looked at before anything is loaded."""
+_MARKS = {"0", "1", "0.0", "1.0", "true", "false"}
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -57,6 +61,7 @@ class Columns:
 
     text: str = "text"
     label: str = "label"
+    """Column of the labels; or several joined by +, with a 0 or 1 for the label of each name."""
     second: str | None = None
     """Column of the second texts; None: there are no pairs."""
     group: str | None = None
@@ -72,7 +77,19 @@ class Columns:
     def names(self) -> list[str]:
         """Columns to read."""
         more = (self.second, self.group, self.split)
-        return [self.text, self.label, *(name for name in more if name is not None)]
+        return [self.text, *self.labels, *(name for name in more if name is not None)]
+
+    @property
+    def labels(self) -> list[str]:
+        """Columns of the labels."""
+        return flat([self.label])
+
+    def label_of(self, row: Mapping[str, Any], place: str) -> Any:
+        """Label of a row: its cell, or the names of the columns that hold a 1."""
+        names = self.labels
+        if len(names) == 1:
+            return row[self.label]
+        return [name for name in names if is_marked(row[name], f"{place}, column {name}")]
 
     def of_part(self, part: str, *, alone: bool) -> Columns:
         """Columns of another split, which may have a file of its own."""
@@ -169,13 +186,31 @@ def split_of(value: Any) -> str | None:
 
 def find_parts(path: Path, columns: Columns, column: str) -> Counter[str | None]:
     """Count the labelled rows of each split that a column tells; None: of other values."""
-    rows = read_rows(path, list({column, columns.label}), columns.kinds)
-    return Counter(split_of(row[column]) for _, row in rows if not is_missing(row[columns.label]))
+    rows = read_rows(path, list({column, *columns.labels}), columns.kinds)
+    return Counter(
+        split_of(row[column])
+        for number, row in rows
+        if not is_missing(columns.label_of(row, f"{path}: row {number}"))
+    )
+
+
+def find_marks(path: Path, columns: Columns) -> list[str]:
+    """Name the columns of 0 and 1, where that of the label and two others at least are such."""
+    there = column_names(path, columns.kinds)
+    if columns.tagged or is_stream(path) or columns.label not in there:
+        return []
+    cells: dict[str, set[str]] = {name: set() for name in there if name and "+" not in name}
+    with suppress(BadInput):  # for a column that cannot be read, and is not asked for
+        for _, row in islice(read_rows(path, list(cells)), _FIRST):
+            for name, value in row.items():
+                cells[name].add(str(value).strip().lower())
+    found = [name for name, values in cells.items() if values and values <= _MARKS]
+    return found if columns.label in found and len(found) > 2 else []
 
 
 def _check_apart(columns: Columns) -> None:
     """Raise BadInput for a column that is named twice."""
-    used = [*columns.texts, columns.label]
+    used = [*columns.texts, *columns.labels]
     if twice := next((name for name in used if used.count(name) > 1), None):
         keys = f"data.{'words' if columns.tagged else 'text'}_column, data.label_column"
         if columns.second is not None:
@@ -195,7 +230,7 @@ def _add_text(
     kind: LabelKind,
 ) -> bool:
     """Add a row with its text, or both of a pair; False where it has no text or label."""
-    label, where = row[columns.label], f"{place}, column {columns.label}"
+    label, where = columns.label_of(row, place), f"{place}, column {columns.label}"
     unlabelled = kind.target != "multi" and is_missing(label)
     if unlabelled or any(is_blank(row[name]) for name in columns.texts):
         return False
@@ -244,7 +279,7 @@ def infer_labels(path: Path, columns: Columns, asked: Target | Literal["auto"]) 
     if columns.tagged:
         return LabelKind(target="tags")
     rows = islice(read_rows(check_file(path), columns.names), _TELLING)
-    labels = [row[columns.label] for _, row in rows]
+    labels = [columns.label_of(row, f"{path}: row {number}") for number, row in rows]
     known = [label for label in labels if not is_missing(label)]
     kind = infer_kind(known, asked, comma=has_decimal_commas(path))
     if kind.target == "single" and len(labels) < _TELLING and len(set(map(str, known))) == 1:

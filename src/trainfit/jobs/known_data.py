@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from trainfit.conf import Composed
+from trainfit.conf.composition import as_word
 from trainfit.conf.schema import GptConfig, PairsData, TextFilesConfig, TextFilesData, TokensData
 from trainfit.core.errors import BadInput, brief
-from trainfit.data.columnar import AUTO, choose_columns, is_stream, shown_name
+from trainfit.data.columnar import AUTO, choose_columns, flat, is_stream, shown_name
 from trainfit.data.corpus import find_texts
 from trainfit.data.hub import fetch_dataset, is_hub_name
 from trainfit.data.labels import STAND_INS
@@ -28,6 +29,7 @@ from trainfit.data.row_files import KINDS, Kinds, column_names, read_rows
 from trainfit.data.text_files import (
     SPLITS,
     Columns,
+    find_marks,
     find_parts,
     infer_labels,
     is_blank,
@@ -136,6 +138,7 @@ def _settled(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[s
     chosen: dict[str, Any] = {name: names[role] for role, name in fields.items()}
     found = replace(found, **chosen)
     labels = names[list(fields)[-1]]
+    notes += _labels_beside(found)
     if not splits:
         found, told = _split_rows(found, folds=folds)
         notes += told
@@ -154,6 +157,14 @@ def _settled(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[s
     if path.is_dir() and not (path / "state.json").is_file() and data.split is None:
         notes += _unused(path, found, splits.values())
     return found, notes
+
+
+def _labels_beside(data: TextFilesData) -> list[str]:
+    """Tell of columns of 0 and 1 beside that of the label."""
+    marks = find_marks(Path(str(data.train)), columns_of(data))
+    word = as_word("data.label_column", "+".join(marks))
+    several = f"{len(marks) - 1} other columns hold 0 and 1 too: {word} takes all as labels"
+    return [several] if marks else []
 
 
 def _unused(folder: Path, data: TextFilesData, known: Iterable[Path]) -> list[str]:
@@ -191,9 +202,11 @@ def _split_rows(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, lis
 
 def _has_labels(path: Path, column: str, kinds: Kinds) -> bool:
     """Tell a labelled split from one whose labels are kept secret, as for a competition."""
-    if column not in column_names(path, kinds):
+    names = flat([column])
+    if not set(names) <= set(column_names(path, kinds)):
         return False
-    values = (row[column] for _, row in islice(read_rows(path, [column], kinds), _FIRST))
+    rows = islice(read_rows(path, names, kinds), _FIRST)
+    values = (value for _, row in rows for value in row.values())
     each = (one for value in values for one in (value if isinstance(value, list) else [value]))
     return any(not is_blank(one) and str(one) not in STAND_INS for one in each)
 
