@@ -93,7 +93,14 @@ def check_same(eager: Any, model: Any, steps: int = 14, name: str = "bert") -> N
         check_grads(model, eager)
 
 
-@pytest.mark.parametrize(("name", "most"), [("bert", 2), ("modernbert-cls", 4), ("deberta-v3", 2)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("bert", 2),
+        pytest.param("modernbert-cls", 4, marks=pytest.mark.soak),
+        pytest.param("deberta-v3", 2, marks=pytest.mark.soak),
+    ],
+)
 def test_one_compilation_takes_all_sizes_with_the_same_numbers(name: str, most: int) -> None:
     eager, model, graphs = twins(name, backend := Counting())
     check_same(eager, model, name=name)
@@ -113,6 +120,7 @@ def test_inductor_has_the_same_numbers(name: str) -> None:
     assert graphs.replayed >= 5
 
 
+@pytest.mark.soak
 def test_nothing_of_it_stays_in_the_model(tmp_path: Path) -> None:
     eager, model, graphs = twins()
     check_same(eager, model, 6)
@@ -220,6 +228,7 @@ def test_a_capture_that_fails_with_compiled_blocks_leaves_plain_ones() -> None:
     assert graphs.replayed >= 4
 
 
+@pytest.mark.soak
 def test_gradients_of_gradients_go_without_it() -> None:
     eager, model, graphs = twins()
     weights = [one.bert.encoder.layer[0].output.dense.weight for one in (eager, model)]

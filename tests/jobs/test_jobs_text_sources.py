@@ -90,19 +90,18 @@ def test_a_folder_of_files_is_its_splits(tmp_path: Path):
 
 def test_a_clone_of_the_hub_is_its_splits(tmp_path: Path):
     (tmp_path / "README.md").write_text("a card")
+    folder = tmp_path / "data"
+    folder.mkdir()
     for split in ("train", "test"):
-        place = tmp_path / "data" / f"{split}-00000-of-00001.parquet"
-        place.parent.mkdir(exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(ROWS), place)
+        put(folder / f"{split}-00000-of-00001.csv")
     data, _ = settled(f"data.train={tmp_path}")
     assert (data.train, data.test) == (
-        str(tmp_path / "data" / "train-00000-of-00001.parquet"),
-        str(tmp_path / "data" / "test-00000-of-00001.parquet"),
+        str(folder / "train-00000-of-00001.csv"),
+        str(folder / "test-00000-of-00001.csv"),
     )
-    (tmp_path / "data" / "test-00000-of-00001.parquet").unlink()
+    (folder / "test-00000-of-00001.csv").unlink()
     for part in ("00000", "00001"):
-        name = f"test-{part}-of-00002.parquet"
-        pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "data" / name)
+        put(folder / f"test-{part}-of-00002.csv")
     with pytest.raises(BadInput, match="holds test in 2 files; join them"):
         settled(f"data.train={tmp_path}")
     put(tmp_path / "other" / "train.csv")
@@ -124,8 +123,8 @@ def test_columns_of_0_and_1_are_labels_like_lists_of_their_names(tmp_path: Path)
         {"id": range(60), "text": texts} | dict(zip(names, zip(*rows, strict=True), strict=True))
     )
     table.astype({"toxic": float}).to_csv(tmp_path / "a.csv", index=False)
-    table.to_parquet(tmp_path / "a.parquet")
-    for path in (tmp_path / "a.csv", tmp_path / "a.parquet"):
+    table.to_json(tmp_path / "a.jsonl", orient="records", lines=True)  # true and false
+    for path in (tmp_path / "a.csv", tmp_path / "a.jsonl"):
         _, notes = settled(f"data.train={path}")
         word = "data.label_column='toxic+obscene+threat'"
         assert f"2 other columns hold 0 and 1 too: {word} takes all as labels" in notes
