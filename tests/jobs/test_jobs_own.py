@@ -541,6 +541,7 @@ def test_what_a_constructor_imports_outlives_the_planning(here: Path) -> None:
     assert all(weight.is_meta for weight in built.parameters())
     assert imported.SCALE.tolist() == [2.0, 3.0]
     assert imported.normal_(torch.zeros(100)).std() > 0.5
+    assert not hasattr(torch, "meta")
 
 
 def test_a_job_is_a_name_or_a_class() -> None:

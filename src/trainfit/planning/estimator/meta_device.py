@@ -43,9 +43,14 @@ _VALUES, _STALE = "_trainfit_built", "_trainfit_stale"
 def on_meta() -> Iterator[None]:
     """Build models on the meta device, uninitialised."""
     values = _Values()  # type: ignore[no-untyped-call]
-    vars(torch).setdefault("meta", SimpleNamespace(device_count=int))  # fork_rng counts devices
-    with torch.device("meta"), _Made(), values, _no_initialisation():
-        yield
+    counting = {} if hasattr(torch, "meta") else {"meta": SimpleNamespace(device_count=int)}
+    vars(torch).update(counting)  # fork_rng counts devices
+    try:
+        with torch.device("meta"), _Made(), values, _no_initialisation():
+            yield
+    finally:
+        for name in counting:
+            vars(torch).pop(name, None)
 
 
 @contextmanager
