@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import statistics
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 
 from trainfit.hpo.objective import as_words
@@ -42,11 +43,13 @@ def finished(folder: Path) -> int:
     path = folder / "runs" / "hpo.db"
     if not path.is_file():
         return 0
-    try:
-        study = optuna.load_study(study_name="demo", storage=f"sqlite:///{path}")
-    except (KeyError, optuna.exceptions.StorageInternalError):
-        return 0
-    return sum(trial.state in FINISHED for trial in study.trials)
+    asked = f"SELECT COUNT(*) FROM trials WHERE state IN ({', '.join('?' * len(FINISHED))})"
+    # Optuna would make the tables, as the command is doing.
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as storage:
+        try:
+            return storage.execute(asked, [state.name for state in FINISHED]).fetchone()[0]
+        except sqlite3.OperationalError:  # there are no tables yet, or they are locked
+            return 0
 
 
 @pytest.mark.soak
