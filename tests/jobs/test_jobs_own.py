@@ -596,6 +596,7 @@ def test_what_a_job_prints_is_no_part_of_the_answer(here: Path) -> None:
 
 def test_a_norm_of_zero_does_not_clip(here: Path) -> None:
     """As for other trainers: a gradient that is clipped to nothing learns nothing."""
+    registry.load("images:Images")
     prepared = prepare(compose("images:Images", ["training.max_grad_norm=0"]))
     settings = prepared.settings(0, make_plan(), torch.device("cpu"), 1)
     assert settings.optimizer.max_grad_norm is None
