@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -194,15 +194,25 @@ def test_batches_that_a_model_makes_have_gradients_where_the_script_takes_them(
     assert ahead.fetched == 8
 
 
-def test_a_process_that_is_forked_off_fetches_by_itself(ahead: BatchesAhead) -> None:
-    begun = iter(DataLoader(Numbers(), 2))
-    whole = list(DataLoader(Numbers(), 2))
-    first = [next(begun) for _ in range(4)]  # one more is being fetched
-    assert ahead.fetched
-    if (child := os.fork()) == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)
-        found = list(DataLoader(Numbers(), 2)), first + list(begun)
-        same = all(torch.equal(torch.cat(one), torch.cat(whole)) for one in found)
-        os._exit(0 if same else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+FORKED = """
+import os, torch
+from torch.utils.data import DataLoader
+from trainfit.integrations.host_batches import fetch_ahead
+
+torch.set_num_threads(1)
+ahead, numbers = fetch_ahead(), list(range(23))
+begun = iter(DataLoader(numbers, 2))
+whole = list(DataLoader(numbers, 2))
+first = [next(begun) for _ in range(4)]  # one more is being fetched
+assert ahead.fetched
+if (child := os.fork()) == 0:
+    found = list(DataLoader(numbers, 2)), first + list(begun)
+    same = all(torch.equal(torch.cat(one), torch.cat(whole)) for one in found)
+    os._exit(0 if same else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_a_process_that_is_forked_off_fetches_by_itself() -> None:
+    command = ["timeout", "60", sys.executable, "-c", FORKED]  # ends the child too
+    subprocess.run(command, check=True, timeout=80)
