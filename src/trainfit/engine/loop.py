@@ -228,6 +228,8 @@ def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
             )
     _after_step(session)
     session.took(loaded, taken)
+    if first:
+        session.read(wait=True)  # the compiler comes next, and would hold the first loss back
     if progress.step % settings.logging_steps == 0 or progress.step == session.total_steps:
         session.log()
     better = session.evaluation_is_due and _evaluate(session)
