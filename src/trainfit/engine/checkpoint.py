@@ -327,7 +327,10 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _checksums(paths: Iterable[Path]) -> dict[str, str]:
-    return {path.name: checksum(path) for path in sorted(paths)}
+    """Checksums by name, in parallel: those of a large model take as long as writing it."""
+    found = sorted(paths)
+    with ThreadPoolExecutor(max(1, len(found)), "checksum") as pool:
+        return dict(zip((path.name for path in found), pool.map(checksum, found), strict=True))
 
 
 def load_weights(run: Path, model: nn.Module, *, best: bool = True) -> int:

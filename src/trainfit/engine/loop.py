@@ -139,7 +139,7 @@ def _train_to_end(session: Session, request: StopRequest) -> RunResult:
     for observer in session.observers:
         observer.on_start(session.progress.step, session.total_steps)
     try:
-        while not _is_over(session):
+        while not session.over:
             if _train_epoch(session, request):
                 session.tell("stopped", f"by {request.name or 'another rank'}, after its step")
                 break
@@ -150,7 +150,7 @@ def _train_to_end(session: Session, request: StopRequest) -> RunResult:
     except (RunFailed, OSError) as error:
         _fail(session, error)
         raise
-    return session.finish("finished" if _is_over(session) else "stopped")
+    return session.finish("finished" if session.over else "stopped")
 
 
 def _fail(session: Session, error: RunFailed | OSError) -> None:
@@ -164,10 +164,6 @@ def _fail(session: Session, error: RunFailed | OSError) -> None:
     with suppress(RunFailed, OSError):
         session.tell("failed", str(error))
         session.finish("failed")
-
-
-def _is_over(session: Session) -> bool:
-    return session.progress.step >= session.total_steps or session.out_of_patience
 
 
 def _train_epoch(session: Session, request: StopRequest) -> bool:
@@ -188,8 +184,8 @@ def _train_epoch(session: Session, request: StopRequest) -> bool:
         rest = steps[progress.step_in_epoch : end]
         with closing(parts.loader.steps(rest, parts.settings.cuts[rung])) as arriving:
             for loaded in arriving:
-                if _take(session, loaded, request) or _is_over(session):
-                    return not _is_over(session)
+                if _take(session, loaded, request) or session.over:
+                    return not session.over
                 if session.use_replayed_rung() != rung:
                     break
     progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0

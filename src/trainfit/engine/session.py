@@ -319,7 +319,9 @@ class Session:
         states = gather(parts.world, saved_state.take(parts.device).to_json(indent=None))
         keep, best = parts.settings.keep_checkpoints, progress.best_step
         contents = self._contents(states)
-        copied = checkpoint.on_host(contents, self.shared.host) if self.writes_alongside else None
+        # After the last step nothing goes on beside, for which pinned memory would be worth taking.
+        alongside = self.writes_alongside and (not self.over or self.shared.host)
+        copied = checkpoint.on_host(contents, self.shared.host) if alongside else None
         if copied is not None:
             self.writer.start(partial(checkpoint.save, self.run, copied, keep=keep, best_step=best))
         elif parts.sharded:
@@ -342,8 +344,12 @@ class Session:
     @property
     def ends_in_memory(self) -> bool:
         """True after the last step where nothing is left to write: the best weights are kept."""
-        over = self.progress.step >= self.total_steps or self.out_of_patience
-        return over and not self.parts.settings.save_last and self.shared.best is not None
+        return self.over and not self.parts.settings.save_last and self.shared.best is not None
+
+    @property
+    def over(self) -> bool:
+        """True after the last step."""
+        return self.progress.step >= self.total_steps or self.out_of_patience
 
     @property
     def writes_alongside(self) -> bool:

@@ -144,10 +144,9 @@ class PreparedGpt(Prepared):
         """Train and export the weights of the best evaluation."""
         result = run.train(0, run.folder, "", resume=resume)
         if result.status == "finished" and run.world.first:
+            model = run.best_model(partial(build, self.config, run.plan), run.folder, trained=Gpt)
             with run.show.busy("writing the model"), timeline.stage("export"):
-                model = build(self.config, run.plan)
-                checkpoint.load_weights(run.folder, model, best=True)
-                exports.write_gpt(run.folder / "export", model.eval(), self.data.tokenizer)
+                exports.write_gpt(run.folder / "export", model, self.data.tokenizer)
         return _ended(self, run, result)
 
 

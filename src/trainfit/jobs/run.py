@@ -175,6 +175,8 @@ class Run:
         """Train a fold from its beginning or from its newest checkpoint, and write its receipt."""
         extras = dict(self._extras)
         opening = extras.pop("opening")
+        if self.device.type == "cuda" and not self.plan.compile:  # the compiler is busy with Python
+            self.export_pool.submit(self.show.prepare)
         result = loop.train(
             self.prepared.task(fold, self.plan, self.device),
             self.settings(fold),

@@ -204,6 +204,7 @@ _NORMS_EPSILON = 1e-5
 def to_gpt2(model: Gpt) -> GPT2LMHeadModel:
     """Convert a model to transformers' GPT-2, on the CPU."""
     from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.initialization import no_init_weights
 
     shape, weights = model.shape, model.state_dict()
     config = GPT2Config(
@@ -220,7 +221,8 @@ def to_gpt2(model: Gpt) -> GPT2LMHeadModel:
         bos_token_id=None,
         eos_token_id=None,
     )
-    other: GPT2LMHeadModel = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+    with no_init_weights():
+        other: GPT2LMHeadModel = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
     other.to(dtype=model.token_embedding.weight.dtype)  # type: ignore[call-arg]
     state = {name: torch.zeros_like(value) for name, value in other.state_dict().items()}
     for ours, theirs in _names(shape.n_layer).items():
