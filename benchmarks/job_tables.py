@@ -38,11 +38,18 @@ def records(folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def jobs(found: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, list[Run]]]:
-    """By job: its title and its finished runs, from one call or from several."""
+    """By job: its title and its finished runs on the last day, from one call or from several.
+
+    Where only trainfit ran that day, Trainer's runs of the day before it count: it did not change.
+    """
     made: dict[str, tuple[str, list[Run]]] = {}
-    for one in found:
-        _, runs = made.setdefault(one["job"], (one["title"], []))
-        runs += [run for run in one.get("runs", ()) if "error" not in run]
+    by_day = sorted(found, key=lambda one: str(one["date"]), reverse=True)
+    for who in _WHO:
+        days = dict[str, str]()
+        for one in by_day:
+            runs = [r for r in one.get("runs", ()) if "error" not in r and r["who"] == who]
+            if runs and days.setdefault(one["job"], one["date"]) == one["date"]:
+                made.setdefault(one["job"], (one["title"], []))[1].extend(runs)
     return {name: kept for name, kept in made.items() if name != "steps" and kept[1]}
 
 
