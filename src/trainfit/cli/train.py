@@ -13,7 +13,7 @@ import click
 
 from trainfit.cli.inference import check_push_of, push_option, push_run
 from trainfit.cli.job_words import job_command
-from trainfit.cli.main import INTERRUPTED, SEED, Number, loading
+from trainfit.cli.main import INTERRUPTED, SEED, Number, loading, tell_notes
 from trainfit.cli.ranks import AskedRanks, launch, rank_options
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, TrainfitError, brief
@@ -200,8 +200,7 @@ def command(
         from trainfit.reports import training_lines
 
         job = job_module(task)
-    for note in composed.notes if first else ():
-        click.echo(f"trainfit: note: {note}", err=True)
+    tell_notes(*(composed.notes if first else ()))
     if dry_run:
         _dry_run(job, composed, as_json)
         return 0
@@ -267,7 +266,7 @@ def report_on(run: str, as_json: bool) -> None:
 
             path = write(report(run), place(run))
     except TrainfitError as error:
-        click.echo(f"trainfit: note: no report: {error}", err=True)
+        tell_notes(f"no report: {error}")
     else:
         click.echo(f"Report: {path}", err=as_json)
 
