@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.inference import check_push_of, push_option, push_run
+from trainfit.cli.inference import push_option, push_run
 from trainfit.cli.job_words import job_command
 from trainfit.cli.main import INTERRUPTED, SEED, Number, loading, tell_notes
 from trainfit.cli.ranks import AskedRanks, launch, rank_options
@@ -193,7 +193,7 @@ def command(
             return code
     first = os.environ.get("RANK", "0") == "0"
     if hub is not None and first:
-        check_push_of(task, composed.config, hub)
+        _check_push_of(task, composed.config, hub)
     plan_ahead(composed)
     with loading():
         from trainfit.jobs import job_times
@@ -218,6 +218,19 @@ def command(
         if hub is not None:
             click.echo(f"Pushed: {push_run(Path(result.run), hub)}", err=as_json)
     return INTERRUPTED if result.status == "stopped" else 0
+
+
+def _check_push_of(task: str, config: Any, hub: str) -> None:
+    """Raise BadInput, before anything is trained, if the model could not be pushed to the hub."""
+    from trainfit.data.hub import check_push
+
+    if task == "gpt" or ":" in task:
+        fix = "leave it out, and upload what you choose with `hf upload`"
+        raise BadInput(f"--push-to-hub takes classifiers with a model card, not {task}", fix)
+    if config.cv.folds is not None:
+        what = f"--push-to-hub takes one model, and cv.folds={config.cv.folds} trains as many"
+        raise BadInput(what, "leave one of them out")
+    check_push(hub)
 
 
 def _composed(
