@@ -150,9 +150,10 @@ def quick_imports() -> Iterator[None]:
 def loading() -> Iterator[None]:
     """Import torch and all that a job needs, and say so: it takes seconds."""
     from trainfit.reports import terminal
+    from trainfit.runs import run_folder
 
     with quick_imports():
-        if os.environ.get("RANK", "0") == "0":
+        if run_folder.is_first_rank():
             with terminal.busy("loading the libraries"):
                 yield
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -191,7 +190,7 @@ def command(
         words = click.get_current_context().find_root().obj
         if (code := launch(ranks, words, composed.config)) is not None:
             return code
-    first = os.environ.get("RANK", "0") == "0"
+    first = run_folder.is_first_rank()
     if hub is not None and first:
         _check_push_of(task, composed.config, hub)
     plan_ahead(composed)
