@@ -112,23 +112,24 @@ def _about_integers(func: Any, tensors: list[Tensor], args: Any, kwargs: Any) ->
 
 
 def known(item: Any) -> Any:
-    """Values beside a fake tensor, or None; anything else is its own value."""
-    if not isinstance(item, FakeTensor):
-        return None if isinstance(item, Tensor) and item.is_meta else item
+    """Values beside a fake or a meta tensor, or None; anything else is its own value."""
+    if not isinstance(item, FakeTensor) and not _is_meta(item):
+        return item
     values = getattr(item, VALUES, None)
     if values is None:
-        return item.constant  # torch keeps those of single numbers itself
+        return getattr(item, "constant", None)  # torch keeps those of single numbers itself
     return None if getattr(values.untyped_storage(), _STALE, False) else values
 
 
-def attach(out: Any, values: Any) -> None:
-    """Attach values to the fakes they belong to."""
+def attach(out: Any, values: Any, floats: int = 1) -> None:
+    """Attach values to the tensors they belong to; of numbers, at most `floats`."""
     fakes = [t for t in tree_iter(out) if isinstance(t, Tensor)]
     reals: list[Any] = [t for t in tree_iter(values) if isinstance(t, Tensor)]
     if len(fakes) != len(reals):
         reals = [None] * len(fakes)
     for fake, real in zip(fakes, reals, strict=True):
-        if real is not None and real.numel() <= (1 if real.is_floating_point() else MAX_VALUES):
+        most = floats if fake.is_floating_point() else MAX_VALUES
+        if real is not None and real.numel() <= most:
             setattr(fake, VALUES, real)
         elif hasattr(fake, VALUES):  # written to by something unknown, and so are its aliases
             setattr(getattr(fake, VALUES).untyped_storage(), _STALE, True)
