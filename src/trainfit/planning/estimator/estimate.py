@@ -278,20 +278,30 @@ class _EstimatorChild:
         return self._process
 
 
-def exchange(process: subprocess.Popen[str], line: str, seconds: float) -> str:
-    """Send a line to a child and read its answer; empty where it died or took too long."""
+def exchange(
+    process: subprocess.Popen[str],
+    line: str | None,
+    seconds: float,
+    kill: Callable[[], None] | None = None,
+) -> str:
+    """Send a line to a child and read its answer; empty where it died or took too long.
+
+    With None, what it says by itself is read. `kill` ends it with its own children.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
-    watchdog = threading.Timer(seconds, process.kill)
+    kill = kill or process.kill
+    watchdog = threading.Timer(seconds, kill)
     watchdog.start()
     try:
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
+        if line is not None:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
         return process.stdout.readline()
     except BrokenPipeError:
         return ""
     except BaseException:  # interrupted: a late answer must not serve the next request
-        process.kill()
+        kill()
         raise
     finally:
         watchdog.cancel()
