@@ -24,7 +24,7 @@ from trainfit.core.errors import RunFailed
 from trainfit.core.libraries import end_with_parent, search_path
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Record
-from trainfit.planning.estimator.estimate import end, exchange
+from trainfit.planning.estimator.estimate import end, exchange, start_child
 from trainfit.tuning.tuned_cache import Status, Trial, TrialCandidate, folder_prefix
 
 READY = "ready"
@@ -175,15 +175,8 @@ class _Child:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
         # The child must find every module that the parent can import.
         environment["PYTHONPATH"] = search_path()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "trainfit.tuning.children", *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if os.environ.get("TRAINFIT_TRACEBACK") else subprocess.DEVNULL,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
+        words = ("-m", "trainfit.tuning.children", *modules)
+        self._process = start_child(*words, env=environment, session=True)
         self._ready = False
 
     def wait_until_ready(self) -> None:
