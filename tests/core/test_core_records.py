@@ -2,6 +2,7 @@ import dataclasses
 import inspect
 import types
 import typing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import plan_example
 from trainfit.core import plan_records, records
 from trainfit.core.codec import hints
 from trainfit.core.errors import BadInput
@@ -87,3 +89,14 @@ def test_a_missing_compiler_is_named():
     bare = records.CompileSupport(c_compiler=None, python_headers=False, triton=None)
     assert bare.missing(gpu=True) == ("a C compiler", "Python headers", "Triton")
     assert bare.missing(gpu=False) == ("a C compiler", "Python headers")
+
+
+def test_a_time_is_told_for_steps_of_another_length():
+    work = plan_example.PLAN.workload
+    told = replace(plan_example.TIME, energy_kwh=1.0, cost=4.0)
+    found = told.at(2 * told.step_seconds, 16, work)
+    assert (found.mfu, found.energy_kwh, found.cost) == (pytest.approx(0.206), 2.0, 8.0)
+    assert found.total_seconds == pytest.approx(835 * 0.332 * 20)  # 13,356 in batches of 16
+    assert found.samples_per_second == pytest.approx(16 / 0.332)
+    assert told.at(told.step_seconds / 3, 16, work).mfu is None  # no GPU is faster than its peak
+    assert replace(told, mfu=None, energy_kwh=None).at(1.0, 16, work).energy_kwh is None

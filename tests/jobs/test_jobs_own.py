@@ -22,8 +22,7 @@ from torch import nn
 import trainfit
 from hub_server import environment, hub
 from plan_example import make_plan
-from trainfit.cli.asked_texts import read_items
-from trainfit.cli.inference import _csv
+from trainfit.cli.inference import _csv, read_items
 from trainfit.cli.main import run as command
 from trainfit.cli.main import trainfit as cli
 from trainfit.conf import compose

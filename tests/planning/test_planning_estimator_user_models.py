@@ -13,6 +13,7 @@ from torch import nn
 
 from trainfit.core.plan_records import TaskSpec
 from trainfit.planning.estimator.estimate import Answer, Request, Target, ask
+from trainfit.planning.estimator.meta_device import on_meta
 
 HERE = Path(__file__).stem
 WIDTH, ROWS = 64, 16
@@ -75,6 +76,15 @@ class Constants(nn.Module):
         for drop in self.drops:
             x = drop(x)
         return x
+
+
+def test_a_constructor_counts_once_on_the_cpu_and_beside_the_meta_device():
+    with on_meta():
+        here, beside = torch.zeros(2, device="cpu"), torch.zeros(2)
+        for counts in (here, beside):
+            counts.add_(1)
+        assert (here.is_meta, beside.is_meta) == (False, True)
+        assert here.tolist() == beside.tolist() == [1.0, 1.0]
 
 
 class Recurrent(nn.Module):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainfit.cli.main import tell_notes
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, TrainfitError
 from trainfit.core.records import Note
@@ -79,7 +80,7 @@ def _recommended(profile: HardwareProfile) -> Recommendation | None:
         with terminal.busy(f"planning {tuned_plans.subject()} (kept for the next time)"):
             return tuned_plans.recommend(profile)
     except TrainfitError as error:
-        click.echo(f"trainfit: note: no settings to recommend: {error}", err=True)
+        tell_notes(f"no settings to recommend: {error}")
         return None
 
 

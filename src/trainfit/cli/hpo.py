@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainfit.cli.job_words import JobCommand, config_option, job_options
-from trainfit.cli.main import INTERRUPTED, loading
+from trainfit.cli.main import INTERRUPTED, loading, tell_notes
 from trainfit.cli.ranks import workers_of
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
@@ -100,8 +100,7 @@ def _search(
         if others is not None:
             objective().suppose(others)
         return _work(opened, objective(), worker, share, beside)
-    for note in opened.notes:
-        click.echo(f"trainfit: note: {note}", err=True)
+    tell_notes(*opened.notes)
     with terminal.signs_of_life("searching"):
         ended = _run(opened, objective, workers)
     best = finish(opened, objective) if ended == "done" else None

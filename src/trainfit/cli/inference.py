@@ -7,27 +7,19 @@ import io
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from trainfit.cli.asked_texts import (
-    STANDARD_INPUT,
-    as_item,
-    is_lines,
-    read_items,
-    read_lines_of,
-    read_table,
-    read_words,
-    tell_skipped,
-)
-from trainfit.cli.main import MANY, SEED, Number, loading
+from trainfit.cli.main import MANY, SEED, Number, loading, tell_notes
 from trainfit.core.errors import BadInput, RunFailed, printable
 from trainfit.core.files import check_output, write_output
 from trainfit.core.libraries import ONNX, need
 from trainfit.runs import run_folder
+
+STANDARD_INPUT = Path("-")
 
 
 @click.command()
@@ -105,15 +97,14 @@ def predict(
     columns = {"text": text_column}
     facts = run_folder.export_facts(exports[0]) if exports else {}
     tags = facts.get("task") == "tokens"
-    lined = path is not None and (path == STANDARD_INPUT or (is_lines(path) and not tags))
-    if path is not None and lined:
-        texts, path = read_lines_of(path), None
+    if path is not None and (path == STANDARD_INPUT or (_is_lines(path) and not tags)):
+        texts, path = _read_lines(path), None
     if facts.get("pairs") is True:
         columns["second"] = second_column
     if tags:
         if seconds or criterion is not None:
             raise BadInput("the model tags words", "leave --second and --criterion out")
-        sentences = read_words(path, texts, text_column, facts)
+        sentences = _read_words(path, texts, text_column, facts)
         with loading():
             from trainfit.jobs.predict import answer_words
         with terminal.busy("predicting"):
@@ -123,24 +114,109 @@ def predict(
     if ":" in run:
         from trainfit.jobs import own_steps
 
-        items = [*map(as_item, texts)] if path is None else read_items(path, text_column)
+        items = [*map(_as_item, texts)] if path is None else read_items(path, text_column)
         _give(own_steps.predict(run, place, items), output, form)
         return
     if path is not None:
-        found, numbers = read_table(path, columns)
+        found, numbers = _read_table(path, columns)
     else:
         given = {"text": texts, "second": seconds} if seconds else {"text": texts}
         asked = enumerate(zip(*given.values(), strict=True), 1)
         filled = {at: row for at, row in asked if all(map(str.strip, row))}
         numbers = [*filled]
         found = {role: [row[place] for row in filled.values()] for place, role in enumerate(given)}
-        tell_skipped(len(texts) - len(filled), len(texts))
+        _tell_skipped(len(texts) - len(filled), len(texts))
     with loading():
         from trainfit.jobs.predict import answer
     with terminal.busy("predicting"):
         rows = answer(exports, found["text"], criterion, found.get("second"))
     rows = [row | {"row": numbers[row["row"] - 1]} for row in rows]
     _give(rows, output, form)
+
+
+def _read_words(
+    path: Path | None, texts: Sequence[str], column: str, facts: Mapping[str, Any]
+) -> dict[int, list[str]]:
+    """Read the words of each row of a file by its number, or split the texts."""
+    from trainfit.data.conll_files import read_sentences
+    from trainfit.data.labels import check_characters
+
+    if path is None:
+        return {at: check_characters(text, "--text").split() for at, text in enumerate(texts, 1)}
+    return read_sentences(path, column, [str(name) for name in facts.get("classes", ())])
+
+
+def read_items(path: Path, column: str) -> list[Any]:
+    """Items for a job of the user's own: the values of a JSONL file, or the texts of a table."""
+    from trainfit.data.row_files import read_lines
+
+    if column == "auto" and path.suffix in (".jsonl", ".ndjson"):
+        items = []
+        for number, line in enumerate(read_lines(path), 1):
+            try:
+                items += [json.loads(line)] if line.strip() else []
+            except ValueError:
+                raise BadInput(f"{path}: row {number} is not JSON", "write one per line") from None
+        if not all(isinstance(item, dict) and "text" in item for item in items):
+            return items
+    return [_as_item(text) for text in _read_table(path, {"text": column})[0]["text"]]
+
+
+def _as_item(text: str) -> Any:
+    """Read an item of a job of the user's own: JSON, or a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _read_table(path: Path, columns: dict[str, str]) -> tuple[dict[str, list[str]], list[int]]:
+    """Read the texts of a file by role, and the numbers of their rows."""
+    from trainfit.data.columnar import choose_columns, shown_name
+    from trainfit.data.row_files import column_names
+    from trainfit.data.text_files import read_filled
+
+    names = column_names(path) if "auto" in columns.values() else list(columns.values())
+    keys = {role: f"--{role}-column" for role in columns}
+    chosen = choose_columns(names, columns, str(path), keys)
+    rows, skipped = read_filled(path, list(chosen.values()))
+    if "auto" in columns.values():
+        named = " and ".join(map(shown_name, chosen.values()))
+        tell_notes(f"the texts are of {named}")
+    _tell_skipped(skipped, len(rows) + skipped)
+    texts = {role: [row[at] for row in rows.values()] for at, role in enumerate(chosen)}
+    return texts, list(rows)
+
+
+def _is_lines(path: Path) -> bool:
+    return path.suffix.lower() == ".txt" and not path.is_dir()
+
+
+def _read_lines(path: Path) -> tuple[str, ...]:
+    """Read a text per line, of a file or, for -, of standard input."""
+    from trainfit.data.row_files import read_lines
+
+    if path != STANDARD_INPUT:
+        found = tuple(line.rstrip("\r\n") for line in read_lines(path))
+    else:
+        try:
+            whole = b"" if sys.stdin is None else sys.stdin.buffer.read()
+            found = tuple(line.rstrip("\r") for line in whole.decode("utf-8-sig").split("\n"))
+        except UnicodeError:
+            fix = "convert it, such as with iconv -f ENCODING -t UTF-8"
+            raise BadInput("standard input is not UTF-8 text", fix) from None
+        found = found if found[-1] else found[:-1]
+    filled = [line for line in found if line.strip()]
+    if filled and all(isinstance(_as_item(line), dict) for line in filled):
+        name = "standard input" if path == STANDARD_INPUT else path
+        raise BadInput(f"{name} has objects, not a text per line", "give them as a .jsonl file")
+    return found
+
+
+def _tell_skipped(skipped: int, every: int) -> None:
+    """Count the rows without a text in a note."""
+    if skipped:
+        tell_notes(f"skipped {skipped:,} of {every:,} rows without text")
 
 
 def _form(output: Path | None, form: str | None, as_json: bool) -> str | None:
@@ -318,16 +394,3 @@ def push_run(run: Path, hub: str) -> str:
         except RunFailed as error:
             again = f"trainfit export {shlex.quote(str(run))} --push-to-hub {hub}"
             raise RunFailed(error.what, f"the run is kept; to push it again: {again}") from error
-
-
-def check_push_of(task: str, config: Any, hub: str) -> None:
-    """Raise BadInput, before anything is trained, if the model could not be pushed to the hub."""
-    from trainfit.data.hub import check_push
-
-    if task == "gpt" or ":" in task:
-        fix = "leave it out, and upload what you choose with `hf upload`"
-        raise BadInput(f"--push-to-hub takes classifiers with a model card, not {task}", fix)
-    if config.cv.folds is not None:
-        what = f"--push-to-hub takes one model, and cv.folds={config.cv.folds} trains as many"
-        raise BadInput(what, "leave one of them out")
-    check_push(hub)

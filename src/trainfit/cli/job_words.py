@@ -267,6 +267,7 @@ def config(task: str, overrides: tuple[str, ...], config_file: Path | None, as_j
     TASK is nli, textclass, pairs, tokens, gpt, or module:Class of yours. OVERRIDES are key=value
     words, such as hardware=gpu_4090 training.batch_size=20, and later ones win.
     """
+    from trainfit.cli.main import tell_notes
     from trainfit.conf import compose
     from trainfit.conf.starting import with_file
     from trainfit.jobs.registry import check_job
@@ -275,8 +276,7 @@ def config(task: str, overrides: tuple[str, ...], config_file: Path | None, as_j
     if ":" in task:
         check_job(task)
     composed = compose(task, with_file(task, config_file, overrides))
-    for note in composed.notes:
-        click.echo(f"trainfit: note: {note}", err=True)
+    tell_notes(*composed.notes)
     if as_json:
         values = {
             key: {"value": value, "from": composed.origins[key]}

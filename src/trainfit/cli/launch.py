@@ -9,13 +9,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from trainfit.cli.job_words import SHORT, all_words
+from trainfit.cli.main import machines_and_gpus
 from trainfit.core.errors import BadInput, RunFailed
 from trainfit.core.files import write_whole
 
@@ -28,57 +29,42 @@ _MARGIN = 1.5
 """Time of the allocation by the predicted time of the job."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobFile:
-    """A job for a template."""
+def job_file(
+    kind: str, words: Sequence[str], *, each: int, program: str = "trainfit", **facts: Any
+) -> str:
+    """Fill the template of a kind of job.
 
-    kind: str
-    words: tuple[str, ...]
-    """The command after `trainfit`."""
-    nodes: int
-    each: int
-    """GPUs of a machine; 0 for a CPU."""
-    cpus: int
-    time: str
-    file: str
-    array: int | None = None
-    partition: str | None = None
-    image: str = "trainfit"
-    bucket: str = "trainfit-runs"
-    accelerator: str = ""
-    program: str = "trainfit"
-    """The program as the job finds it; a path's folder is put before PATH."""
+    `words` are the command after `trainfit`, `each` the GPUs of a machine (0 for a CPU). `program`
+    is the program as the job finds it: a path's folder is put before PATH.
+    """
+    from jinja2 import Environment, StrictUndefined
 
-    def text(self) -> str:
-        """Fill the template."""
-        from jinja2 import Environment, StrictUndefined
+    template = Path(__file__).with_name("job_files").joinpath(f"{kind}.j2")
+    made = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+    command, task = words[0], _plain(words[1])
+    run = _continued(kind, words, each)
+    return made.from_string(template.read_text(encoding="utf-8")).render(
+        name=f"trainfit-{task}" if command == "train" else f"trainfit-hpo-{task}",
+        command=shlex.join(["trainfit", *words]),
+        run=shlex.join(run),
+        torchrun=json.dumps(["torchrun", "-m", *run]),
+        python=shlex.quote(str(Path(program).parent)) if "/" in program else "",
+        package="trainfit[hpo]" if command == "hpo" else "trainfit",
+        warning=_WARNING,
+        each=each,
+        **facts,
+    )
 
-        template = Path(__file__).with_name("job_files").joinpath(f"{self.kind}.j2")
-        made = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
-        command, task = self.words[0], _plain(self.words[1])
-        run = self._run()
-        return made.from_string(template.read_text(encoding="utf-8")).render(
-            name=f"trainfit-{task}" if command == "train" else f"trainfit-hpo-{task}",
-            command=shlex.join(["trainfit", *self.words]),
-            run=shlex.join(run),
-            torchrun=json.dumps(["torchrun", "-m", *run]),
-            python=shlex.quote(str(Path(self.program).parent)) if "/" in self.program else "",
-            package="trainfit[hpo]" if command == "hpo" else "trainfit",
-            warning=_WARNING,
-            **asdict(self),
-        )
 
-    def _run(self) -> list[str]:
-        """Return the command of a job that continues an earlier one."""
-        words = list(self.words)
-        away = self.kind != "slurm"  # a job in a container has its runs on a volume
-        if away and not any(word.startswith(("runs_dir=", "--output")) for word in words):
-            words.append("runs_dir=/runs")
-        if words[0] == "hpo":
-            return ["trainfit", *words]
-        words += ["--resume", "auto"]
-        words += [] if self.kind == "kubeflow" else ["--gpus", "all" if self.each else "1"]
-        return ["trainfit", *words]
+def _continued(kind: str, words: Sequence[str], each: int) -> list[str]:
+    """Return the command of a job that continues an earlier one."""
+    away = kind != "slurm"  # a job in a container has its runs on a volume
+    place = away and not any(word.startswith(("runs_dir=", "--output")) for word in words)
+    run = ["trainfit", *words, *(["runs_dir=/runs"] if place else [])]
+    if words[0] == "hpo":
+        return run
+    gpus = [] if kind == "kubeflow" else ["--gpus", "all" if each else "1"]
+    return [*run, "--resume", "auto", *gpus]
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -114,7 +100,7 @@ def command(
     data.data_dir=redsm5; options of launch come before it. The job saves a checkpoint before its
     allocation ends and continues from it when it is started again.
     """
-    nodes, each = _counted(gpus)
+    nodes, each = machines_and_gpus(gpus, least=0)
     task, composed = _checked(words)
     words = _fitting(kind, words, nodes, each, gpu, array)
     if submit and (kind != "slurm" or shutil.which("sbatch") is None):
@@ -122,9 +108,9 @@ def command(
         raise BadInput("--submit needs Slurm's sbatch here", fix)
     planned, seconds = _planned(composed, gpu, nodes, each)
     path = Path(file or f"trainfit-{_plain(task)}.{_ENDS[kind]}")
-    job = JobFile(
-        kind=kind,
-        words=words,
+    text = job_file(
+        kind,
+        words,
         nodes=nodes,
         each=each,
         cpus=cpus or planned,
@@ -137,17 +123,10 @@ def command(
         accelerator=_accelerator(gpu),
         program=str(Path(sys.executable).with_name("trainfit")) if kind == "slurm" else "trainfit",
     )
-    write_whole(path, job.text())
+    write_whole(path, text)
     click.echo(f"Wrote {path}")
     if submit:
         _submit(path)
-
-
-def _counted(gpus: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(?:([1-9]\d{0,3})x)?(\d{1,3})", gpus)
-    if found is None:
-        raise BadInput(f"--gpus {gpus}", "give a number, or machines x GPUs such as 2x8; 0: a CPU")
-    return int(found[1] or 1), int(found[2])
 
 
 def _checked(words: tuple[str, ...]) -> tuple[str, Any]:

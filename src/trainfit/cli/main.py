@@ -150,9 +150,10 @@ def quick_imports() -> Iterator[None]:
 def loading() -> Iterator[None]:
     """Import torch and all that a job needs, and say so: it takes seconds."""
     from trainfit.reports import terminal
+    from trainfit.runs import run_folder
 
     with quick_imports():
-        if os.environ.get("RANK", "0") == "0":
+        if run_folder.is_first_rank():
             with terminal.busy("loading the libraries"):
                 yield
         else:
@@ -190,6 +191,21 @@ def run(arguments: list[str]) -> int:
                 raise
             return _fail(_unexpected(error, arguments), 1)
     return code if isinstance(code, int) else 0
+
+
+def tell_notes(*notes: str) -> None:
+    """Print notes to standard error."""
+    for note in notes:
+        click.echo(f"trainfit: note: {note}", err=True)
+
+
+def machines_and_gpus(gpus: str, least: int = 1) -> tuple[int, int]:
+    """Read a number of GPUs, or of machines and the GPUs of each, such as 2x8."""
+    found = re.fullmatch(r"(?:([1-9]\d{0,4})x)?(0|[1-9]\d{0,4})", gpus)
+    if found is None or int(found[2]) < least:
+        cpu = "" if least else "; 0: a CPU"
+        raise BadInput(f"--gpus {gpus}", f"give a number, or machines x GPUs such as 2x8{cpu}")
+    return int(found[1] or 1), int(found[2])
 
 
 def _unexpected(error: Exception, arguments: list[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainfit.cli.job_words import job_command
-from trainfit.cli.main import ABOVE_0, INTERRUPTED
+from trainfit.cli.main import ABOVE_0, INTERRUPTED, machines_and_gpus, tell_notes
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.files import write_output
@@ -79,15 +78,14 @@ def command(
     from trainfit.reports.plots import check_plot
 
     form = "json" if as_json else form
-    machines, each = _counted(gpus)
+    machines, each = (1, 0) if gpus is None else machines_and_gpus(gpus)
     if plot is not None:
         check_plot(plot)
     cap = () if memory is None else (f"device.memory_gib={memory:g}",)
     composed = settle_sources(compose(task, with_file(task, config_file, (*overrides, *cap))))
     check_data(composed.config)
     composed = fit_to_data(composed, None if gpu in (None, "all") else find(gpu))
-    for note in composed.notes:
-        click.echo(f"trainfit: note: {note}", err=True)
+    tell_notes(*composed.notes)
     if gpu == "all":
         if plot or memory or gpus or form not in ("table", "json"):
             fix = "leave out --gpus, --plot, --memory and --format"
@@ -127,16 +125,6 @@ def _check_words(task: str, gpu: str | None) -> None:
     if gpu is not None and gpu != "all":
         find(gpu)
         start(1)
-
-
-def _counted(gpus: str | None) -> tuple[int, int]:
-    """Read machines and GPUs of each; 1 and 0 where nothing was asked."""
-    if gpus is None:
-        return 1, 0
-    found = re.fullmatch(r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,4})", gpus)
-    if found is None:
-        raise BadInput(f"--gpus {gpus}", "give a number, or machines x GPUs such as 2x8")
-    return int(found[1] or 1), int(found[2])
 
 
 def _ways(
@@ -198,8 +186,7 @@ def _hand_over(form: str, plan: Plan, composed: Composed) -> None:
 
     handover = HANDOVERS[form](plan, composed)
     click.echo(handover.text)
-    for note in handover.notes:
-        click.echo(f"trainfit: note: {note}", err=True)
+    tell_notes(*handover.notes)
 
 
 # ── tune ─────────────────────────────────────────────────────────────────────────────────────────
@@ -259,8 +246,7 @@ def _job(task: str, words: tuple[str, ...]) -> JobQuestion:
     from trainfit.reports import terminal
 
     composed = configure(task, words)
-    for note in composed.notes:
-        click.echo(f"trainfit: note: {note}", err=True)
+    tell_notes(*composed.notes)
     with terminal.busy("looking at the hardware"):
         profile = job_plan.machine(composed)
     with terminal.busy("preparing the data"):

@@ -20,10 +20,10 @@ from typing import Any
 
 import click
 
+from trainfit.cli.main import INTERRUPTED, tell_notes
 from trainfit.core.errors import BadInput, RunFailed, reason
 from trainfit.core.libraries import safe_flags
 
-_INTERRUPTED = 130
 _RESTARTS = 3
 """Restarts of a job on several machines, unless --max-restarts says otherwise."""
 _PATIENCE = 600.0
@@ -146,7 +146,7 @@ def launch(asked: AskedRanks, words: Sequence[str], config: Any) -> int | None:
         if asked.nodes == 1 and (why := whole_folds(config, len(names))):
             from trainfit.runtime.environment import give_folds
 
-            click.echo(f"trainfit: note: {why}", err=True)
+            tell_notes(why)
             give_folds(names)
             return None
         _show(names)
@@ -189,8 +189,7 @@ def _chosen(gpus: str, what: str = "ranks") -> tuple[str, ...] | int:
     import torch
 
     names, note = choose(gpus, torch.cuda.device_count(), os.environ, what)
-    if note:
-        click.echo(f"trainfit: note: {note}", err=True)
+    tell_notes(*filter(None, [note]))
     return names
 
 
@@ -279,7 +278,7 @@ def _run_agent(asked: AskedRanks, count: int, words: Sequence[str]) -> int:
     except ChildFailedError as error:
         return _exit_code(error)
     except SignalException:
-        return _INTERRUPTED
+        return INTERRUPTED
     return 0
 
 
@@ -324,7 +323,7 @@ def _exit_code(error: Any) -> int:
     """Exit code of the job; ranks have said what was wrong, unless one was killed."""
     codes = [failure.exitcode for failure in error.failures.values()]
     rank, first = error.get_first_failure()
-    for code in (2, _INTERRUPTED):
+    for code in (2, INTERRUPTED):
         if code in codes:
             return code
     if first.exitcode < 0:

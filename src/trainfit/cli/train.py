@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.inference import check_push_of, push_option, push_run
+from trainfit.cli.inference import push_option, push_run
 from trainfit.cli.job_words import job_command
-from trainfit.cli.main import INTERRUPTED, SEED, Number, loading
+from trainfit.cli.main import INTERRUPTED, SEED, Number, loading, tell_notes
 from trainfit.cli.ranks import AskedRanks, launch, rank_options
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, TrainfitError, brief
@@ -191,17 +190,16 @@ def command(
         words = click.get_current_context().find_root().obj
         if (code := launch(ranks, words, composed.config)) is not None:
             return code
-    first = os.environ.get("RANK", "0") == "0"
+    first = run_folder.is_first_rank()
     if hub is not None and first:
-        check_push_of(task, composed.config, hub)
+        _check_push_of(task, composed.config, hub)
     plan_ahead(composed)
     with loading():
         from trainfit.jobs import job_times
         from trainfit.reports import training_lines
 
         job = job_module(task)
-    for note in composed.notes if first else ():
-        click.echo(f"trainfit: note: {note}", err=True)
+    tell_notes(*(composed.notes if first else ()))
     if dry_run:
         _dry_run(job, composed, as_json)
         return 0
@@ -219,6 +217,19 @@ def command(
         if hub is not None:
             click.echo(f"Pushed: {push_run(Path(result.run), hub)}", err=as_json)
     return INTERRUPTED if result.status == "stopped" else 0
+
+
+def _check_push_of(task: str, config: Any, hub: str) -> None:
+    """Raise BadInput, before anything is trained, if the model could not be pushed to the hub."""
+    from trainfit.data.hub import check_push
+
+    if task == "gpt" or ":" in task:
+        fix = "leave it out, and upload what you choose with `hf upload`"
+        raise BadInput(f"--push-to-hub takes classifiers with a model card, not {task}", fix)
+    if config.cv.folds is not None:
+        what = f"--push-to-hub takes one model, and cv.folds={config.cv.folds} trains as many"
+        raise BadInput(what, "leave one of them out")
+    check_push(hub)
 
 
 def _composed(
@@ -267,7 +278,7 @@ def report_on(run: str, as_json: bool) -> None:
 
             path = write(report(run), place(run))
     except TrainfitError as error:
-        click.echo(f"trainfit: note: no report: {error}", err=True)
+        tell_notes(f"no report: {error}")
     else:
         click.echo(f"Report: {path}", err=as_json)
 

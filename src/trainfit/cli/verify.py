@@ -20,7 +20,6 @@ from trainfit.runs import run_folder
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from trainfit.core.records import Receipt
     from trainfit.measuring.observe import Observed
     from trainfit.measuring.trace import Evidence
     from trainfit.measuring.what_if import WhatIf

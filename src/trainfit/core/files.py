@@ -135,7 +135,7 @@ def write_whole(path: Path, content: str | bytes, *, parents: bool = True) -> No
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
 def check_name(name: str, key: str) -> str:
@@ -157,11 +157,11 @@ def check_path(path: str | Path, key: str) -> Path:
     return Path(path)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable; Windows has no such call and needs none."""
+def sync(path: Path) -> None:
+    """Flush a file to the disk, or the names in a folder; Windows has no such call."""
     if os.name == "nt":
         return
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

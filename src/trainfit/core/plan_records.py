@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -99,15 +100,9 @@ OWN_FACTORIES = (
 """Factories that a file may name: they build a model and a step, and import nothing else."""
 _RENAMED_FACTORIES = {
     "trainfit.tasks.encoder.probe:probe": "trainfit.jobs.probes:encoder_step",
-    "trainfit.tasks.encoder.trial:trial": "trainfit.jobs.probes:encoder_trial",
     "trainfit.tasks.gpt.probe:probe": "trainfit.jobs.probes:gpt_step",
-    "trainfit.tasks.gpt.trial:trial": "trainfit.jobs.probes:gpt_trial",
-    "trainfit.jobs.encoder_trial:encoder_trial": "trainfit.jobs.probes:encoder_trial",
-    "trainfit.jobs.gpt_trial:gpt_trial": "trainfit.jobs.probes:gpt_trial",
-    "trainfit.jobs.trials:encoder_trial": "trainfit.jobs.probes:encoder_trial",
-    "trainfit.jobs.trials:gpt_trial": "trainfit.jobs.probes:gpt_trial",
 }
-"""Former names of the factories, as in plans of version 0.1 and in recorded measurements."""
+"""Former names of the factories, as in recorded measurements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +217,23 @@ class TimeEstimate(Record):
     """Seconds of each stage of the job, as the time line of a run names them."""
     by_rule: dict[str, float] = field(default_factory=dict, hash=False)
     """Seconds of each stage by rule alone, before what earlier runs on this machine taught."""
+
+    def at(self, step: float, batch: int, work: Workload) -> TimeEstimate:
+        """Tell the time of the same training with steps of `step` seconds for `batch` sequences."""
+        samples = batch / step
+        epoch = math.ceil(work.sequences / batch) * step
+        times = step / (self.step_seconds or step)
+        mfu = None if self.mfu is None else self.mfu / times
+        return TimeEstimate(
+            tokens_per_second=samples * sum(work.lengths) / max(len(work.lengths), 1),
+            samples_per_second=samples,
+            mfu=mfu if mfu is not None and mfu <= 1 else None,
+            step_seconds=step,
+            epoch_seconds=epoch,
+            total_seconds=epoch * work.epochs,
+            energy_kwh=None if self.energy_kwh is None else self.energy_kwh * times,
+            cost=None if self.cost is None else self.cost * times,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

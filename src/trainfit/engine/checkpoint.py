@@ -18,7 +18,6 @@ that they are the same. Names have no prefix of a wrapper such as torch.compile.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,7 +34,7 @@ from torch import Tensor, nn
 
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning, reason
-from trainfit.core.files import check_regular, checksum
+from trainfit.core.files import check_regular, checksum, sync
 from trainfit.engine import parallel
 from trainfit.engine.distributed import World, first_writes, gather
 from trainfit.engine.relaunch import disk_fix
@@ -133,11 +132,11 @@ def _complete(run: Path, folder: Path, state: Mapping[str, Any], sums: Mapping[s
     sums = {**sums, "state.json": checksum(folder / "state.json")}
     manifest = {"format": _FORMAT, "run": identity(run), "files": sums}
     _write_text(folder / "manifest.json", json.dumps(manifest, indent=2))
-    _sync(folder)
+    sync(folder)
     place = folder.with_name(folder.name.removeprefix(_UNFINISHED))
     _discard(place)  # a damaged checkpoint of the same step
     folder.rename(place)
-    _sync(place.parent)
+    sync(place.parent)
     return place
 
 
@@ -158,21 +157,12 @@ def clear_unfinished(run: Path) -> None:
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     safetensors.torch.save_file(plain, path)
-    _sync(path)
+    sync(path)
 
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(path)
 
 
 def _discard(folder: Path) -> None:

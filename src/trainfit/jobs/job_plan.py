@@ -6,7 +6,6 @@ Nothing here imports torch: the planner builds the model in a process of its own
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from trainfit.planning.cpu_choice import start_ahead
 from trainfit.planning.execution import COMPILE_SECONDS
 from trainfit.planning.question import Pin, Question, lacks
 from trainfit.planning.savers import saver_settings
+from trainfit.runs import run_folder
 from trainfit.tuning import tuned_cache
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def answer(
 
 def plan_ahead(composed: Composed) -> None:
     """Start the process that times steps on a CPU, if the plan of this job may need it."""
-    if composed.config.device.mixed_precision == "auto" and os.environ.get("RANK", "0") == "0":
+    if composed.config.device.mixed_precision == "auto" and run_folder.is_first_rank():
         start_ahead(models=_FACTORIES.get(composed.task) == _FACTORIES["nli"])
 
 

@@ -111,12 +111,13 @@ def with_job_time(plan: Plan, question: Question, profile: HardwareProfile, load
     by_rule = _by_rule(plan, question, load, step, profile.cpu.cores)
     factors = {stage: known.get(_key(stage, shape), 1.0) for stage in by_rule}
     if told is None and _key("steps", shape) not in known:
-        time = _at(plan, question, None)
-        return replace(plan, time=replace(time, by_rule=by_rule))
+        return replace(plan, time=replace(plan.time or TimeEstimate(), by_rule=by_rule))
     stages = {stage: seconds * factors[stage] for stage, seconds in by_rule.items()}
     if not load.tracked:
         stages = _beside(stages, plan, question.workload.trainings, profile.cpu.cores)
-    time = _at(plan, question, step * factors["steps"])
+    time = plan.time or TimeEstimate()
+    if (taught := step * factors["steps"]) != time.step_seconds:
+        time = time.at(taught, plan.effective_batch_size, question.workload)
     whole = sum(stages.values())
     return replace(plan, time=replace(time, job_seconds=whole, stages=stages, by_rule=by_rule))
 
@@ -183,31 +184,6 @@ def _by_operations(plan: Plan, question: Question) -> float | None:
     tokens = sum(work.lengths) / max(len(work.lengths), 1) * work.sequences
     per_token = _OPERATIONS.get(work.method, 4) * count_weights(question.sizes)
     return tokens * per_token * work.epochs * work.trainings / (CORE_RATE * threads)
-
-
-def _at(plan: Plan, question: Question, step: float | None) -> TimeEstimate:
-    """Return the plan's time with steps of `step` seconds."""
-    told, load = plan.time, question.workload
-    if told is not None and (step is None or told.step_seconds == step):
-        return told
-    if step is None:
-        return TimeEstimate()
-    mean = sum(load.lengths) / max(len(load.lengths), 1)
-    samples = plan.effective_batch_size / step
-    epoch = math.ceil(load.sequences / plan.effective_batch_size) * step
-    mfu = None
-    if told is not None and told.mfu is not None and told.step_seconds is not None:
-        mfu = min(1.0, told.mfu * told.step_seconds / step)
-    return TimeEstimate(
-        tokens_per_second=samples * mean,
-        samples_per_second=samples,
-        mfu=mfu,
-        step_seconds=step,
-        epoch_seconds=epoch,
-        total_seconds=epoch * load.epochs,
-        energy_kwh=None if told is None else told.energy_kwh,
-        cost=None if told is None else told.cost,
-    )
 
 
 def _by_rule(

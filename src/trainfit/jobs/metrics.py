@@ -218,14 +218,32 @@ def ratio(part: Any, whole: Any) -> NDArray[np.float64]:
     return np.where(whole > 0, part / np.maximum(whole, 1), 0.0)
 
 
+# ── bootstrap ─────────────────────────────────────────────────────────────────────────────────────
+
+
+DRAWS = 1000
+_GROUPS = 2000
+"""Random groups in which very many posts or sentences are drawn; their spread is the same."""
+
+
+def resampled(units: int) -> tuple[IntArray, IntArray]:
+    """Return the group of each unit, and how often each draw has each group."""
+    random = np.random.default_rng(0)
+    group, groups = random.permutation(units) % _GROUPS, min(units, _GROUPS)
+    return group, random.multinomial(groups, np.full(groups, 1 / groups), size=DRAWS)
+
+
+def ends_of(drawn: Floats) -> tuple[float, float]:
+    """Return the ends of the 95% interval of drawn values."""
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return float(low), float(high)
+
+
 # ── tags of words ─────────────────────────────────────────────────────────────────────────────────
 
 
 _SPELLINGS = {"L": "E", "U": "S", "M": "I"}
 """Letters of BILOU and BMES, as those of IOBES."""
-_DRAWS = 1000
-_GROUPS = 2000
-"""Random groups in which very many sentences are resampled; their spread is the same."""
 
 
 class _Counted(NamedTuple):
@@ -298,12 +316,9 @@ def tag_intervals(
     truth: IntArray, predicted: IntArray, names: Sequence[str]
 ) -> dict[str, tuple[float, float]]:
     """95% bootstrap intervals over sentences of the F1 and of the words' accuracy."""
-    random = np.random.default_rng(0)
     counted = _count(truth, predicted, names)
-    sentences = int(truth[:, 0].max()) + 1
-    group = random.permutation(sentences) % _GROUPS
-    groups, kinds = int(group.max()) + 1, len(counted.kinds)
-    draws = random.multinomial(groups, np.full(groups, 1 / groups), size=_DRAWS)
+    group, draws = resampled(int(truth[:, 0].max()) + 1)
+    groups, kinds = draws.shape[1], len(counted.kinds)
 
     def drawn(part: IntArray) -> NDArray[np.int64]:
         places = group[part[:, 0]] * kinds + part[:, 1]
@@ -315,12 +330,10 @@ def tag_intervals(
     seen = np.maximum((both > 0).sum(1), 1)
     right = (truth[:, 1] == predicted).astype(np.float64)
     words = [np.bincount(group[truth[:, 0]], each, groups) for each in (right, np.ones_like(right))]
-    values = {
-        "f1": ratio(2 * hits, both).sum(1) / seen,
-        "accuracy": (draws @ words[0]) / np.maximum(draws @ words[1], 1),
+    return {
+        "f1": ends_of(ratio(2 * hits, both).sum(1) / seen),
+        "accuracy": ends_of((draws @ words[0]) / np.maximum(draws @ words[1], 1)),
     }
-    ends = {name: np.quantile(each, [0.025, 0.975]).tolist() for name, each in values.items()}
-    return {name: (low, high) for name, (low, high) in ends.items()}
 
 
 def _count(truth: IntArray, predicted: IntArray, names: Sequence[str]) -> _Counted:

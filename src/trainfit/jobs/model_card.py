@@ -18,13 +18,12 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
 from trainfit.data.tokens import Dataset, separates
 from trainfit.jobs.configuration import Chosen
-from trainfit.jobs.metrics import Metrics, has_spans
+from trainfit.jobs.metrics import DRAWS, Metrics, ends_of, has_spans
 from trainfit.jobs.models.building import OwnHead
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.scores import FoldScores
 from trainfit.jobs.standard_export import hub_name
 
-_DRAWS = 1000
 _TRAINING = ("num_epochs", "learning_rate", "weight_decay", "scheduler", "warmup_ratio")
 _PARTS = ("train", "validation", "test")
 _POOLED = {
@@ -153,16 +152,14 @@ def intervals(confusion: Sequence[Sequence[int]]) -> dict[str, tuple[float, floa
     """
     table = np.asarray(confusion, dtype=np.float64)
     total, classes = table.sum(), len(table)
-    draws = np.random.default_rng(0).multinomial(int(total), table.ravel() / total, _DRAWS)
-    drawn = draws.reshape(_DRAWS, classes, classes)
+    draws = np.random.default_rng(0).multinomial(int(total), table.ravel() / total, DRAWS)
+    drawn = draws.reshape(DRAWS, classes, classes)
     right = np.einsum("dkk->dk", drawn)
     both = drawn.sum(1) + drawn.sum(2)
     f1 = 2 * right / np.maximum(both, 1)
     seen = np.maximum((both > 0).sum(1), 1)  # no class that is neither there nor predicted
     mean = f1[:, 1] if classes == 2 else f1.sum(1) / seen
-    found = {"accuracy": right.sum(1) / total, "f1": mean}
-    ends = {name: np.quantile(values, [0.025, 0.975]).tolist() for name, values in found.items()}
-    return {name: (low, high) for name, (low, high) in ends.items()}
+    return {"accuracy": ends_of(right.sum(1) / total), "f1": ends_of(mean)}
 
 
 Rows = Iterable[Sequence[str]]

@@ -26,6 +26,7 @@ from trainfit.measuring.profiled_step import Look, profiled
 from trainfit.measuring.receipt import make_receipt, visible_framework, visible_requests
 from trainfit.measuring.timing import cuda_peaks
 from trainfit.measuring.trace import UPDATE, Evidence
+from trainfit.runs import run_folder
 
 WARM_UP = 5
 """Optimizer steps before the profiled one."""
@@ -135,10 +136,7 @@ class Observation:
                 self._times.append(time.perf_counter())
                 del self._times[1:-1]
                 self._timed += 1
-        elif (
-            count > max(self._warm_up - 1, self._looked_steps)
-            and os.environ.get("RANK", "0") == "0"
-        ):
+        elif count > max(self._warm_up - 1, self._looked_steps) and run_folder.is_first_rank():
             self._begin_look(optimizer, count)
 
     def stop(self) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -187,9 +185,9 @@ def _timed(place: Path, asked: str) -> StepTimes:
     return caches.read(StepTimes, place) or StepTimes(error=_NOT_KEPT)
 
 
-_WAITING: list[subprocess.Popen[str]] = []
+_WAITING: list[estimate.Child] = []
 """A child that was started ahead, and waits for its request."""
-_SERVING: list[subprocess.Popen[str]] = []
+_SERVING: list[estimate.Child] = []
 """Children that have timed a step, and serve the estimator."""
 _MODELS = ("transformers.modeling_utils", "trainfit.jobs.probes")
 
@@ -216,17 +214,9 @@ def dismissed() -> Iterator[None]:
                 estimate.end(children.pop())
 
 
-def _child(*imported: str) -> subprocess.Popen[str]:
+def _child(*imported: str) -> estimate.Child:
     """Start a child that imports these modules before it reads its request."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", _MAIN, *imported],
-        stdin=pipe,
-        stdout=pipe,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=estimate.child_environment(),
-    )
+    return estimate.start_child("-c", _MAIN, *imported, env=estimate.child_environment())
 
 
 def time_steps(asked: str) -> StepTimes:

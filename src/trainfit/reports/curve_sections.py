@@ -13,6 +13,7 @@ from trainfit.core.records import Scalar
 from trainfit.hardware.catalogue import gpus
 from trainfit.reports.model import (
     MISSING,
+    URGENT,
     Block,
     Chapter,
     Form,
@@ -139,7 +140,7 @@ def marks(parts: Sequence[RunPart]) -> tuple[Mark, ...]:
         for part in parts
         for event in part.events
     ]
-    urgent = [mark for mark in found if mark.event in ("oom", "skipped", "failed")]
+    urgent = [mark for mark in found if mark.event in URGENT]
     return tuple((found if len(found) <= _MOST_MARKS else urgent)[:_MOST_MARKS])
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from trainfit.reports.model import (
+    URGENT,
     Form,
     IntervalRow,
     Intervals,
@@ -79,9 +80,6 @@ def thinned(ticks: Sequence[float], most: int) -> tuple[float, ...]:
 def _round_step(rough: float) -> float:
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * n for n in (1, 2, 5, 10) if power * n >= rough * 0.999)
-
-
-URGENT = ("oom", "failed", "skipped")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from trainfit.core.records import Event, Record
 from trainfit.reports import terminal
-from trainfit.reports.model import MISSING, duration, shown
+from trainfit.reports.model import MISSING, URGENT, duration, shown
 from trainfit.reports.writers import spark
 from trainfit.runs.reader import Tail, gpus_in, number, read_object
 from trainfit.runs.run_folder import EVENTS, LOG, METRICS, as_event
@@ -182,7 +182,6 @@ def _finite(value: Any) -> float | None:
 
 
 _STYLES = {"running": "green", "finished": "green", "failed": "bold red"}
-_URGENT = ("oom", "failed", "skipped")
 _EVENTS = 6
 
 
@@ -277,7 +276,7 @@ def _events(now: Standing) -> list[Text]:
     lines = [
         Text(
             f"{event.kind} at step {event.step:,}: {event.text}",
-            "red" if event.kind in _URGENT else "yellow",
+            "red" if event.kind in URGENT else "yellow",
         )
         for event in now.events[-_EVENTS:]
     ]

@@ -209,6 +209,8 @@ class Chapter(Record):
 
 
 MISSING = "–"
+URGENT = ("oom", "failed", "skipped")
+"""Kinds of events that are shown in red."""
 
 
 def duration(seconds: float) -> str:

@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 
 from trainfit.core.errors import MALFORMED
 from trainfit.core.files import open_regular
+from trainfit.jobs.metrics import ends_of, resampled
 from trainfit.runs.reader import Floats
 
 Ints = NDArray[np.int64]
 Truth = NDArray[np.bool_]
 Curve = tuple[Floats, Floats]
-_DRAWS = 1000
-_GROUPS = 2000
 POINTS = 400
 """Points of a curve: a plot cannot show more."""
 
@@ -155,21 +154,16 @@ def _fewer(x: Floats, y: Floats) -> Curve:
 
 def f1_interval(found: Predictions) -> tuple[float, float, float]:
     """F1 of class 1, or the mean over classes, with its 95% bootstrap interval over posts."""
-    generator = np.random.default_rng(0)
     posts = np.unique(found.posts, return_inverse=True)[1]
-    # Posts by the hundred thousand are drawn in random groups, which spread as they do.
-    posts = generator.permutation(int(posts.max()) + 1)[posts] % _GROUPS
-    count = int(posts.max()) + 1
-    drawn = generator.multinomial(count, np.full(count, 1 / count), size=_DRAWS)
-    weights = np.vstack([np.ones(count, dtype=drawn.dtype), drawn])
+    group, drawn = resampled(int(posts.max()) + 1)
+    posts, weights = group[posts], np.vstack([np.ones_like(drawn[:1]), drawn])
     if found.classes == 2:
         values = np.nan_to_num(_f1(found, 1, posts, weights))
     else:
         each = np.array([_f1(found, k, posts, weights) for k in range(found.classes)])
         there = np.isfinite(each)  # a class that is neither there nor predicted has no F1
         values = np.where(there, each, 0.0).sum(0) / np.maximum(there.sum(0), 1)
-    low, high = np.quantile(values[1:], [0.025, 0.975])
-    return float(values[0]), float(low), float(high)
+    return float(values[0]), *ends_of(values[1:])
 
 
 def _f1(found: Predictions, label: int, posts: Ints, weights: Ints) -> Floats:

@@ -5,7 +5,6 @@ Everything but the scores goes to standard error, so that a program can read sta
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
 from trainfit.reports import score_sections, terminal
 from trainfit.reports.model import duration
+from trainfit.runs import run_folder
 from trainfit.runs.reader import read_object
 
 _MOST_CLASSES = 8
@@ -137,11 +137,6 @@ def _import_report() -> None:
         import_module(name)
 
 
-def is_first_rank() -> bool:
-    """True in the process that prints."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 class PlainLines(Observer):
     """Prints plain lines every few seconds, or all lines of a job that makes its own."""
 
@@ -230,7 +225,7 @@ def bar_numbers(row: TrainRow) -> str:
 
 def end(result: Any, *, as_json: bool) -> None:
     """Print the result of a job."""
-    if not is_first_rank():
+    if not run_folder.is_first_rank():
         return
     if as_json:
         print(codec.for_programs(codec.encode(result), None))

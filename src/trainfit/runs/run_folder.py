@@ -48,6 +48,11 @@ SETUP = "setup"
 """Kind of the row of events.jsonl that holds a RunSetup."""
 
 
+def is_first_rank() -> bool:
+    """Tell if this process writes and prints, whatever started it."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 class Journal:
     """Appends rows and lines; without a folder it writes nothing."""
 

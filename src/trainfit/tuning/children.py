@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TextIO
@@ -27,6 +24,7 @@ from trainfit.core.errors import RunFailed
 from trainfit.core.libraries import end_with_parent, search_path
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Record
+from trainfit.planning.estimator.estimate import end, exchange, start_child
 from trainfit.tuning.tuned_cache import Status, Trial, TrialCandidate, folder_prefix
 
 READY = "ready"
@@ -171,44 +169,24 @@ class Children:
 
 
 class _Child:
-    """A child process, and a thread that reads its answers."""
+    """A child process for one trial after another."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
         # The child must find every module that the parent can import.
         environment["PYTHONPATH"] = search_path()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "trainfit.tuning.children", *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if os.environ.get("TRAINFIT_TRACEBACK") else subprocess.DEVNULL,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, name="trial", daemon=True)
-        self._reader.start()
+        words = ("-m", "trainfit.tuning.children", *modules)
+        self._process = start_child(*words, env=environment, session=True)
         self._ready = False
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line.rstrip("\n"))
-        self._lines.put(None)
 
     def wait_until_ready(self) -> None:
         """Wait for its imports, or raise RunFailed."""
         if self._ready:
             return
-        try:
-            said = self._lines.get(timeout=START_SECONDS)
-        except queue.Empty:
-            said = None
-        if said != READY:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_EXIT_SECONDS)
-            how = _how(self._process.poll())
+        began = time.monotonic()
+        if exchange(self._process, None, START_SECONDS, self._kill) != f"{READY}\n":
+            late = time.monotonic() - began >= START_SECONDS
+            how = "it is still at its imports" if late else self._how_it_ended()
             self.end()
             fix = "set TRAINFIT_TRACEBACK=1 to see why"
             raise RunFailed(f"a process for trials did not start ({how})", fix)
@@ -216,39 +194,29 @@ class _Child:
 
     def ask(self, line: str, limit: float) -> tuple[str, tuple[Status, str] | None]:
         """Send a request; return the answer, or the status and reason of a failure."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-            answer = self._lines.get(timeout=limit)
-        except queue.Empty:
+        began = time.monotonic()
+        if answer := exchange(self._process, line, limit, self._kill):
+            return answer, None
+        if time.monotonic() - began >= limit:
             return "", ("hung", f"killed: not done after {limit:.0f} s")
-        except BrokenPipeError:
-            answer = None
-        if answer is None:
-            return "", ("crashed", f"the process died ({_how(self._process.wait())})")
-        return answer, None
+        return "", ("crashed", f"the process died ({self._how_it_ended()})")
 
     def end(self) -> None:
         """Kill the process with its loader workers, and remove its temporary folders."""
+        self._kill()
+        end(self._process)
+        for left in Path(tempfile.gettempdir()).glob(folder_prefix(self._process.pid) + "*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _kill(self) -> None:
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             self._process.kill()
-        self._process.wait()
-        self._reader.join(5.0)
-        for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
-        for left in Path(tempfile.gettempdir()).glob(folder_prefix(self._process.pid) + "*"):
-            shutil.rmtree(left, ignore_errors=True)
 
-
-def _how(code: int | None) -> str:
-    """An exit code in words."""
-    if code is None:
-        return "it is still at its imports"
-    if code < 0:
-        return signal.Signals(-code).name
-    return f"exit code {code}"
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "it does not end"
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -24,7 +24,6 @@ from trainfit.tuning.children import Children
 from trainfit.tuning.search import Found, Tried, search
 from trainfit.tuning.tuned_cache import (
     NOTHING_MEASURED,
-    Interval,
     Trial,
     TrialCandidate,
     TuneResult,
@@ -140,7 +139,8 @@ def _against(planned: Tried | None, trials: Sequence[Trial]) -> str:
 
 def _measured(base: Plan, best: Tried, trials: Sequence[Trial], planned: Tried | None) -> Plan:
     rate, plan = best.rate, best.candidate.plan
-    changes = best.candidate.settings
+    changes, batch = best.candidate.settings, plan.effective_batch_size
+    step = batch / (rate.value * plan.ranks)  # a trial is one rank's share
     why = f"measured: {rate.value:,.1f} samples/s {_against(planned, trials)}"
     if len(changes) > 1:
         why += f", with {len(changes)} settings changed"
@@ -152,7 +152,7 @@ def _measured(base: Plan, best: Tried, trials: Sequence[Trial], planned: Tried |
             Measurement(name=RATE, unit="samples/s", value=rate.value, samples=best.rates),
         ),
         memory=_memory(plan, [one for one in trials if one.settings == changes]),
-        time=_time(base, plan, rate),
+        time=(base.time or TimeEstimate()).at(step, batch, plan.workload),
     )
 
 
@@ -201,26 +201,6 @@ def _reasons(base: Plan, plan: Plan, changes: dict[str, Scalar], why: str) -> tu
         if name not in named
     ]
     return (*reasons, *new)
-
-
-def _time(base: Plan, plan: Plan, rate: Interval) -> TimeEstimate:
-    workload = plan.workload
-    whole = rate.value * plan.ranks  # a trial is one rank's share
-    step = plan.effective_batch_size / whole
-    epoch = workload.sequences / whole
-    mean = sum(workload.lengths) / max(len(workload.lengths), 1)
-    told = base.time
-    mfu = None
-    if told is not None and told.mfu is not None and told.step_seconds is not None:
-        mfu = told.mfu * told.step_seconds / step  # the same work in another time
-    return TimeEstimate(
-        tokens_per_second=mean * whole,
-        samples_per_second=whole,
-        mfu=mfu if mfu is not None and mfu <= 1 else None,
-        step_seconds=step,
-        epoch_seconds=epoch,
-        total_seconds=epoch * workload.epochs,
-    )
 
 
 MINUTES = 3.0

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +30,7 @@ from trainfit.core.plan_records import MemoryEstimate, TaskSpec
 from trainfit.hardware.catalogue import GpuSpec, find
 from trainfit.planning.estimator.step_time import Done, recorded
 
+Child = subprocess.Popen[str]
 GIB = 1024**3
 CONTEXT_GIB = 0.7
 """Memory of the CUDA context, before a program allocates anything."""
@@ -196,7 +197,7 @@ def is_started(child: int) -> bool:
     return _child(child).runs
 
 
-def adopt(process: subprocess.Popen[str]) -> None:
+def adopt(process: Child) -> None:
     """Take a process that answers requests from now on as the first child, or end it."""
     _child(0).adopt(process)
 
@@ -228,14 +229,14 @@ class _EstimatorChild:
 
     def __init__(self) -> None:
         self._environment = child_environment()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Child | None = None
         self._lock = threading.Lock()
 
     def start(self) -> None:
         with self._lock:
             self._started()
 
-    def adopt(self, process: subprocess.Popen[str]) -> None:
+    def adopt(self, process: Child) -> None:
         with self._lock:
             if self.runs:
                 end(process)
@@ -264,40 +265,56 @@ class _EstimatorChild:
             raise RunFailed(f"the estimator died (exit code {process.wait()})", fix)
         return codec.loads(Answer, answer, "the estimator")
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _started(self) -> Child:
         if self._process is None or not self.runs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=None if os.environ.get("TRAINFIT_TRACEBACK") else subprocess.DEVNULL,
-                text=True,
-                env=self._environment,
-            )
+            self._process = start_child("-c", _MAIN, env=self._environment)
             atexit.register(end, self._process)
         return self._process
 
 
-def exchange(process: subprocess.Popen[str], line: str, seconds: float) -> str:
-    """Send a line to a child and read its answer; empty where it died or took too long."""
+def start_child(*words: str, env: Mapping[str, str], session: bool = False) -> Child:
+    """Start Python with these words, and a pipe for lines each way."""
+    return subprocess.Popen(
+        [sys.executable, "-P", *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=None if os.environ.get("TRAINFIT_TRACEBACK") else subprocess.DEVNULL,
+        text=True,
+        env=env,
+        start_new_session=session,
+    )
+
+
+def exchange(
+    process: Child,
+    line: str | None,
+    seconds: float,
+    kill: Callable[[], None] | None = None,
+) -> str:
+    """Send a line to a child and read its answer; empty where it died or took too long.
+
+    With None, what it says by itself is read. `kill` ends it with its own children.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
-    watchdog = threading.Timer(seconds, process.kill)
+    kill = kill or process.kill
+    watchdog = threading.Timer(seconds, kill)
     watchdog.start()
     try:
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
+        if line is not None:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
         return process.stdout.readline()
     except BrokenPipeError:
         return ""
     except BaseException:  # interrupted: a late answer must not serve the next request
-        process.kill()
+        kill()
         raise
     finally:
         watchdog.cancel()
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: Child) -> None:
     """End a child, whatever it does."""
     process.kill()
     for pipe in (process.stdin, process.stdout):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,15 +17,18 @@ import torch.nn.attention.varlen  # makes the operation known
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from trainfit.core.errors import BadInput
 from trainfit.kernels.saved_on_host import HostCopy, SavedOnHost
-from trainfit.planning.estimator.fake_values import READS, SEQUENCES, recorders
+from trainfit.planning.estimator import step_work
+from trainfit.planning.estimator.recorder import recorders
 from trainfit.planning.estimator.step_time import Work
 
 aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
-_GETTER = type(torch.Tensor.grad.__get__)  # type: ignore[union-attr]
+_GETTER = type(Tensor.grad.__get__)  # type: ignore[union-attr]
 _MAX_HEAD = 256
 """Largest head size of the flash kernel."""
 
@@ -45,15 +47,13 @@ _FP32_BY_DEFAULT = """
 """
 
 
-class _Registry:
-    """Owner of the library, with which torch drops the overrides."""
-
-    library: Any = None
+_library: list[Any] = []
+"""Owner of the overrides, which torch drops with it."""
 
 
 def install() -> None:
     """Replace torch's choices for the CPU by CUDA's in this process."""
-    if _Registry.library is not None:
+    if _library:
         return
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
@@ -65,9 +65,9 @@ def install() -> None:
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
         library.impl("_grouped_mm", _grouped_products, "Meta")
-        for name, kernel in SEQUENCES.items():
+        for name, kernel in step_work.SEQUENCES.items():
             library.impl(name, kernel, "AutogradCPU")
-    _Registry.library = library
+    _library.append(library)
     # Fakes need no kernel, but callers check that the device has one.
     torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", _only_fakes)
     _convert_in_place()
@@ -86,6 +86,50 @@ def _no_gpu() -> None:
     raise BadInput("the step calls torch.cuda, and there is no GPU in an estimate", fix)
 
 
+def _as_array(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Give NumPy the values; zeros, which are counted, where they are not known."""
+
+    def answer(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        values = step_work.known(tensor)
+        for mode in recorders() if values is None else ():
+            mode.unknown["numpy()"] += 1
+        with _disable_current_modes():
+            values = torch.zeros(tensor.shape, dtype=tensor.dtype) if values is None else values
+            return read(values, *args, **options)
+
+    return answer
+
+
+def _formatted(tensor: Tensor, spec: str) -> str:
+    return format(tensor if tensor.dim() else tensor.item(), spec)
+
+
+def _is_finite(test: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Answer a test of the values as if all were finite: a step that diverges is of no use."""
+
+    def answer(tensor: Tensor) -> Tensor:
+        out = test(tensor)
+        if tensor.is_floating_point() and out.numel() <= step_work.MAX_VALUES:
+            with _disable_current_modes():
+                step_work.attach(out, torch.full(out.shape, test is torch.isfinite))
+        return out
+
+    return answer
+
+
+READS: dict[Any, Callable[..., Any]] = {
+    Tensor.numpy: _as_array(Tensor.numpy),
+    Tensor.__array__: _as_array(Tensor.__array__),
+    Tensor.__format__: _formatted,
+    **{
+        function: _is_finite(test)
+        for test in (torch.isfinite, torch.isnan, torch.isinf)
+        for function in (test, getattr(Tensor, test.__name__))
+    },
+}
+"""Functions that read the values of a tensor."""
+
+
 class OnOneDevice(TorchFunctionMode):
     """Take every mention of a CUDA device as the one that tensors are on here."""
 
@@ -100,14 +144,14 @@ class OnOneDevice(TorchFunctionMode):
         """Call it, with the device exchanged."""
         if type(func) is _GETTER:  # most of the calls: a tensor's shape and the like
             return func(*args)
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+        if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
         kwargs = dict(kwargs or {})
         if func in READS and type(args[0]) is FakeTensor:
             return READS[func](*args, **kwargs)
         if func is torch.device:  # it takes no device in the place of a name
             return self._device if _is_number(*args) else self._exchanged(func(*args, **kwargs))
-        if func is torch.Tensor.to and _is_number(*args[1:2]):
+        if func is Tensor.to and _is_number(*args[1:2]):
             args = (args[0], self._device, *args[2:])
         if _is_number(kwargs.get("device")):
             kwargs["device"] = self._device
@@ -206,73 +250,67 @@ def _overload(name: str) -> Any:
     return getattr(getattr(aten, packet), overload or "default")
 
 
-@contextmanager
-def _without_autocast() -> Iterator[None]:
+def _without_autocast() -> Any:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    with torch._C._ExcludeDispatchKeyGuard(keys):
-        yield
-
-
-def _raised(value: Any) -> Any:
-    half = isinstance(value, torch.Tensor) and value.dtype in _HALF
-    return value.float() if half else value
+    return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
 def _in_fp32(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _without_autocast():
-            raised = {key: _raised(value) for key, value in kwargs.items()}
-            return op(*(_raised(value) for value in args), **raised)
-
-    return kernel
-
-
-def _fp32_by_default(op: Any) -> Callable[..., Any]:
-    position = [argument.name for argument in op._schema.arguments].index("dtype")
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
-            given = args[position] if len(args) > position else kwargs.get("dtype")
-            if given is None and args[0].dtype in _HALF:
-                args = args[:position]
-                kwargs = {**kwargs, "dtype": torch.float32}
-                missing = op._schema.arguments[len(args) : position]
-                kwargs |= {a.name: a.default_value for a in missing if a.name not in kwargs}
+            args, kwargs = tree_map_only(Tensor, _raised, (args, kwargs))
             return op(*args, **kwargs)
 
     return kernel
 
 
-def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+def _raised(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
+
+
+def _fp32_by_default(op: Any) -> Callable[..., Any]:
+    names = [argument.name for argument in op._schema.arguments[1:]]
+
+    def kernel(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("dtype") is None and x.dtype in _HALF:
+            given["dtype"] = torch.float32
+        with _without_autocast():
+            return op(x, **given)
+
+    return kernel
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """Drop out as on CUDA, with a mask of one byte per element."""
     if not train or p == 0:
         return x
-    dropped: torch.Tensor = aten.native_dropout(x, p, True)[0]
+    dropped: Tensor = aten.native_dropout(x, p, True)[0]
     return dropped
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Call the kernel that CUDA would: flash for half precision without a mask, else efficient."""
     head = query.shape[-1]
     scale = head**-0.5 if scale is None else scale
     if attn_mask is None and query.dtype in _HALF and head <= _MAX_HEAD:
         query, key, value = (_padded_head(t) for t in (query, key, value))
         flash = aten._scaled_dot_product_flash_attention
-        out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        out: Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :head]
     if attn_mask is not None and attn_mask.requires_grad:
         plain = aten._scaled_dot_product_attention_math
-        weighted: torch.Tensor = plain(
+        weighted: Tensor = plain(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
         return weighted
@@ -282,7 +320,7 @@ def _attention(
     bias = None if attn_mask is None else _bias(attn_mask, query, key)
     efficient = aten._scaled_dot_product_efficient_attention
     needs_grad = any(t.requires_grad for t in (query, key, value))
-    attended: torch.Tensor = efficient(
+    attended: Tensor = efficient(
         query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
     )[0]
     return attended
@@ -302,13 +340,13 @@ def _only_fakes(*_args: Any, **_kwargs: Any) -> Any:
     raise RuntimeError("variable-length attention without a GPU is for fake tensors alone")
 
 
-def _padded_head(t: torch.Tensor) -> torch.Tensor:
+def _padded_head(t: Tensor) -> Tensor:
     """Pad heads to a multiple of 8 for the flash kernel."""
     short = -t.shape[-1] % 8
     return torch.nn.functional.pad(t, (0, short)) if short else t
 
 
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Convert a mask to the efficient kernel's: additive, in its dtype, rows padded to 16."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
@@ -328,11 +366,8 @@ def hide_tracing() -> None:
         setattr(import_utils, "is_fake_tensor", lambda _tensor: False)  # noqa: B010
 
 
-# ── saved tensors that wait on the host ───────────────────────────────────────────────────────────
-
-
 class FakeSavedOnHost(SavedOnHost):
-    """The same order of copies as on a GPU, without any."""
+    """Saved tensors that wait on the host: the same order of copies as on a GPU, without any."""
 
     def takes(self, tensor: Tensor) -> bool:
         """True for a fake tensor, which stands for one on a GPU."""
@@ -358,7 +393,6 @@ def saved_on_host(device: str) -> type[SavedOnHost]:
 
 
 def _note(nbytes: int) -> None:
-    backward = torch._C._current_graph_task_id() != -1
-    work = Work(kind="transfer", nbytes=nbytes, half=False, backward=backward)
+    work = Work(kind="transfer", nbytes=nbytes, half=False, backward=step_work.in_backward())
     for mode in recorders():
         mode.note(work)

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from trainfit.planning.estimator import kernel_buffers
 from trainfit.planning.estimator.quick_fakes import Shape, shape_of
-from trainfit.planning.estimator.recorder import Entry, Recorder
+from trainfit.planning.estimator.recorder import Entry, Recorder, recorders
 from trainfit.planning.estimator.step_time import Work
-from trainfit.planning.estimator.step_work import known, tensor_bytes
+from trainfit.planning.estimator.step_work import in_backward, known, tensor_bytes
 
 _Values = dict[fx.Node, Any]
 
@@ -67,13 +67,13 @@ class FusedGraph:
 
     def __call__(self, args: list[Any]) -> Any:
         """Run the graph, or repeat the log of its first run."""
-        recorder = _recorder()
+        recorder = next(iter(recorders()), None)
         inputs = deque(args)
         args.clear()
         if recorder is None:
             plain = partial(self._run, recorder=None)
             return self._output(self._walk(inputs, plain, lambda: None))
-        key = (_is_backward(), *map(_layout, inputs))
+        key = (in_backward(), *map(_layout, inputs))
         tape = self._tapes.get(key)
         if tape is None:
             values, self._tapes[key] = self._record(inputs, recorder)
@@ -226,19 +226,9 @@ def _unseen() -> Iterator[None]:
 
 
 def _work(kind: Literal["copy", "call"], nbytes: int) -> Work:
-    return Work(kind=kind, nbytes=nbytes, half=True, backward=_is_backward(), compiled=True)
-
-
-def _is_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return Work(kind=kind, nbytes=nbytes, half=True, backward=in_backward(), compiled=True)
 
 
 def like(value: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor of the same layout."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def _recorder() -> Recorder | None:
-    """Recorder among the active modes, or None."""
-    modes = _get_current_dispatch_mode_stack()
-    return next((mode for mode in modes if isinstance(mode, Recorder)), None)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map
 
 from trainfit.core.errors import BadInput
+from trainfit.planning.estimator.step_work import attach, known
 
 aten = torch.ops.aten
 _MAX_VALUES = 1 << 12
@@ -36,7 +37,6 @@ _FIXED = (
 """Operations that make tensors of fixed values."""
 _CPU = torch.device("cpu")
 _MODELS = "transformers.modeling_utils"
-_VALUES, _STALE = "_trainfit_built", "_trainfit_stale"
 
 
 @contextmanager
@@ -149,7 +149,7 @@ class _Made(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func in _MADE and out.is_meta and not isinstance(args[0], Tensor):
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                _note(out, func(*args, **kwargs | {"device": _CPU}))
+                attach(out, func(*args, **kwargs | {"device": _CPU}), out.numel())
         return out
 
 
@@ -165,11 +165,9 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs) if values is None else values
         out = func(*args, **kwargs)
         made = [t for t in tree_iter(out) if isinstance(t, Tensor)]
-        few = all(t.numel() <= _MAX_VALUES for t in made)
-        values = _computed(func, args, kwargs) if few else None
-        found: list[Any] = [t for t in tree_iter(values) if isinstance(t, Tensor)]
-        for tensor, value in zip(made, found or [None] * len(made), strict=True):
-            _note(tensor, value)
+        if any(t.is_meta for t in made):  # what is written to on the CPU must be so once
+            few = all(t.numel() <= _MAX_VALUES for t in made)
+            attach(made, _computed(func, args, kwargs) if few else None, _MAX_VALUES)
         return out
 
 
@@ -179,29 +177,12 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     fixed = bool(given) or func._overloadpacket in _FIXED
     if not fixed or torch.Tag.nondeterministic_seeded in func.tags:
         return None
-    if any(t.is_meta and _known(t) is None for t in given):
+    if any(known(t) is None for t in given):
         return None
-    args, kwargs = tree_map(_known, (args, kwargs))
+    args, kwargs = tree_map(known, (args, kwargs))
     if "device" in kwargs:
         kwargs = kwargs | {"device": _CPU}
     elif not given:
         return None
     with _disable_current_modes():
         return func(*args, **kwargs)
-
-
-def _known(item: Any) -> Any:
-    if not isinstance(item, Tensor) or not item.is_meta:
-        return item
-    values = getattr(item, _VALUES, None)
-    return None if values is None or hasattr(values.untyped_storage(), _STALE) else values
-
-
-def _note(tensor: Tensor, values: Tensor | None) -> None:
-    """Keep the values of a tensor on the meta device; None: something unknown was written to it."""
-    if not tensor.is_meta:
-        return
-    if values is not None:
-        setattr(tensor, _VALUES, values)
-    elif hasattr(tensor, _VALUES):
-        setattr(getattr(tensor, _VALUES).untyped_storage(), _STALE, True)

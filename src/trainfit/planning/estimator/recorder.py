@@ -15,7 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_iter
 
 from trainfit.planning.estimator import step_work
@@ -168,7 +172,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = None if odd else describe(func, args, kwargs)
             if call is None:
                 return self._run(func, args, kwargs)[0]
-            seen_before = self._seen[torch._C._current_graph_task_id() != -1]
+            seen_before = self._seen[step_work.in_backward()]
             seen = seen_before.get(call.key)
             if seen is not None:
                 return self._repeat(seen, call)
@@ -304,7 +308,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _take_workspace(self) -> None:
         """Log the workspace that a thread keeps from its first call of cuBLAS on."""
-        backward = torch._C._current_graph_task_id() != -1
+        backward = step_work.in_backward()
         if backward not in self._handles:
             self._handles.add(backward)
             self._names += 1
@@ -361,3 +365,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _rows_of(self, mask: torch.Tensor) -> list[torch.Tensor]:
         rows = self.__torch_dispatch__(aten.nonzero.default, (), (mask,))
         return list(rows.unbind(1))
+
+
+def recorders() -> list[Recorder]:
+    """Recorders of the running step."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]

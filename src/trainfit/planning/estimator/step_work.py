@@ -1,13 +1,19 @@
-"""Fake tensors with known values, and the least work of an operation: operations and bytes."""
+"""Fake tensors with known values, and the least work of an operation: operations and bytes.
+
+Sequences packed by their lengths are here too: torch reads the lengths by their address.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._decomp import decompositions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
@@ -18,7 +24,7 @@ from trainfit.planning.estimator.quick_fakes import VALUES
 from trainfit.planning.estimator.step_time import Work
 
 
-def make_fake(model: torch.nn.Module, mode: FakeTensorMode) -> list[torch.Tensor]:
+def make_fake(model: torch.nn.Module, mode: FakeTensorMode) -> list[Tensor]:
     """Replace every tensor of a meta model by a fake one; shared ones stay shared.
 
     Returns those that the model holds beside its parameters and buffers.
@@ -26,9 +32,9 @@ def make_fake(model: torch.nn.Module, mode: FakeTensorMode) -> list[torch.Tensor
     Models are built on the meta device, not under the fake mode: a truncated normal reads what it
     drew, and peft moves modules in a way that fake tensors do not support.
     """
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    made: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
+    def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
             with mode:
                 empty = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -45,12 +51,12 @@ def make_fake(model: torch.nn.Module, mode: FakeTensorMode) -> list[torch.Tensor
     return _fake_beside(model, fake)
 
 
-def _fake_beside(model: torch.nn.Module, fake: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
+def _fake_beside(model: torch.nn.Module, fake: Callable[[Tensor], Any]) -> list[Tensor]:
     """Replace tensors that are plain attributes of a module, or in lists and dicts of them."""
-    found: list[torch.Tensor] = []
+    found: list[Tensor] = []
     for module in model.modules():
         for name, value in vars(module).items():
-            plain = isinstance(value, torch.Tensor | list | tuple | dict) and name not in _KEPT
+            plain = isinstance(value, Tensor | list | tuple | dict) and name not in _KEPT
             if plain and any(map(_is_meta, tree_iter(value))):
                 faked = tree_map(lambda item: fake(item) if _is_meta(item) else item, value)
                 vars(module)[name] = faked
@@ -63,7 +69,7 @@ _KEPT = ("_parameters", "_buffers", "_modules")
 
 
 def _is_meta(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.is_meta
+    return isinstance(item, Tensor) and item.is_meta
 
 
 aten = torch.ops.aten
@@ -86,7 +92,7 @@ def compute(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
             return True, torch.full(args[0], 0.5)
     if args and isinstance(args[0], FakeTensor) and known(args[0]) is None:
         return False, None  # most operations end here
-    tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
     if not _about_integers(func, tensors, args, kwargs) or any(known(t) is None for t in tensors):
         return False, None
     real_args, real_kwargs = tree_map(known, (args, kwargs))
@@ -94,7 +100,7 @@ def compute(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         return True, func(*real_args, **real_kwargs)
 
 
-def _about_integers(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
+def _about_integers(func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> bool:
     """True if the result is integers: of integer inputs, or made as such."""
     dtype = kwargs.get("dtype")
     if tensors:
@@ -106,23 +112,24 @@ def _about_integers(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: A
 
 
 def known(item: Any) -> Any:
-    """Values beside a fake tensor, or None; anything else is its own value."""
-    if not isinstance(item, FakeTensor):
-        return None if isinstance(item, torch.Tensor) and item.is_meta else item
+    """Values beside a fake or a meta tensor, or None; anything else is its own value."""
+    if not isinstance(item, FakeTensor) and not _is_meta(item):
+        return item
     values = getattr(item, VALUES, None)
     if values is None:
-        return item.constant  # torch keeps those of single numbers itself
+        return getattr(item, "constant", None)  # torch keeps those of single numbers itself
     return None if getattr(values.untyped_storage(), _STALE, False) else values
 
 
-def attach(out: Any, values: Any) -> None:
-    """Attach values to the fakes they belong to."""
-    fakes = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
-    reals: list[Any] = [t for t in tree_iter(values) if isinstance(t, torch.Tensor)]
+def attach(out: Any, values: Any, floats: int = 1) -> None:
+    """Attach values to the tensors they belong to; of numbers, at most `floats`."""
+    fakes = [t for t in tree_iter(out) if isinstance(t, Tensor)]
+    reals: list[Any] = [t for t in tree_iter(values) if isinstance(t, Tensor)]
     if len(fakes) != len(reals):
         reals = [None] * len(fakes)
     for fake, real in zip(fakes, reals, strict=True):
-        if real is not None and real.numel() <= (1 if real.is_floating_point() else MAX_VALUES):
+        most = floats if fake.is_floating_point() else MAX_VALUES
+        if real is not None and real.numel() <= most:
             setattr(fake, VALUES, real)
         elif hasattr(fake, VALUES):  # written to by something unknown, and so are its aliases
             setattr(getattr(fake, VALUES).untyped_storage(), _STALE, True)
@@ -168,6 +175,11 @@ QUANTIZED = frozenset({_own.quantized_linear, _own.quantized_linear_backward})
 """Products with a weight that is widened before them."""
 
 
+def in_backward() -> bool:
+    """Tell if autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def works_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Work, ...]:
     """Work of the kernels of one operation; empty where none runs."""
     if func._overloadpacket in QUANTIZED:
@@ -176,14 +188,12 @@ def works_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Work, ...]:
     return () if work is None else (work,)
 
 
-def _quantized_works(
-    x: torch.Tensor, packed: Any, shape: list[int], out: torch.Tensor
-) -> tuple[Work, Work]:
+def _quantized_works(x: Tensor, packed: Any, shape: list[int], out: Tensor) -> tuple[Work, Work]:
     """Work of widening a weight, and of the product with it."""
     wide = quantized.widened_bytes(shape, out.element_size())
     rows = x.numel() // x.shape[-1]
     read = sum(tensor_bytes(each) for each in packed if each is not None)
-    backward = torch._C._current_graph_task_id() != -1
+    backward = in_backward()
     half = out.dtype in (torch.bfloat16, torch.float16)
     product = Work(
         kind="product",
@@ -200,8 +210,8 @@ def _work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     packet = func._overloadpacket
     if func.is_view or packet in _FREE or func.name() == _STORE:
         return None
-    inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
-    outputs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)] or _written(func, args)
+    inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+    outputs = [t for t in tree_iter(out) if isinstance(t, Tensor)] or _written(func, args)
     if not outputs:
         return None
     flops, skipped, again = _flops(func, args, kwargs, out)
@@ -215,7 +225,7 @@ def _work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
         else sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs)),
         half=outputs[0].dtype in (torch.bfloat16, torch.float16),
         aligned=all(size % 8 == 0 for t in inputs for size in t.shape[-2:]),
-        backward=torch._C._current_graph_task_id() != -1,
+        backward=in_backward(),
         update=func.__name__.startswith(_UPDATES),
     )
 
@@ -276,16 +286,81 @@ def _packed_flops(func: Any, args: Any, kwargs: Any) -> tuple[int, int, int]:
     return int(products * each), 0, int(repeated * each)
 
 
-def _written(func: Any, args: Any) -> list[torch.Tensor]:
+def _written(func: Any, args: Any) -> list[Tensor]:
     """Tensors that an operation without a result, such as a fused update, writes to."""
     arguments = zip(func._schema.arguments, args, strict=False)
     changed = [value for argument, value in arguments if argument.alias_info is not None]
-    return [t for t in tree_iter(changed) if isinstance(t, torch.Tensor)]
+    return [t for t in tree_iter(changed) if isinstance(t, Tensor)]
 
 
-def tensor_bytes(tensor: torch.Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
     """Bytes to read or write a tensor; an expanded dimension is one row."""
     distinct = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         distinct *= size if stride else 1
     return distinct * tensor.element_size()
+
+
+# ── sequences packed by their lengths ─────────────────────────────────────────────────────────────
+
+
+def _sizes(batch_sizes: Tensor) -> list[int]:
+    """Sequences at each step of packed ones, which `pack_padded_sequence` knew."""
+    found = known(batch_sizes)
+    if found is None:
+        raise RuntimeError("the sizes of a packed sequence are not known")
+    with _disable_current_modes():
+        sizes: list[int] = found.tolist()
+    return sizes
+
+
+def _unpack(data: Tensor, padded: Tensor, sizes: Sequence[int]) -> None:
+    """Copy packed rows to their places in (steps, sequences, ...)."""
+    row = step = 0
+    for count, alike in groupby(sizes):
+        steps = len(list(alike))
+        part = data[row : row + steps * count].reshape(steps, count, *data.shape[1:])
+        padded[step : step + steps, :count].copy_(part)
+        row, step = row + steps * count, step + steps
+
+
+def _pad(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, padding: float, total: int
+) -> tuple[Tensor, Tensor]:
+    sizes = _sizes(batch_sizes)
+    steps = max(total, len(sizes))
+    padded = data.new_full((steps, sizes[0], *data.shape[1:]), padding)
+    _unpack(data, padded, sizes)
+    lengths = torch.empty(sizes[0], dtype=torch.long)
+    with _disable_current_modes():
+        attach(lengths, (torch.tensor(sizes) > torch.arange(sizes[0])[:, None]).sum(1))
+    return padded.transpose(0, 1) if batch_first else padded, lengths
+
+
+def _pack_backward(
+    gradient: Tensor, shape: Sequence[int], batch_sizes: Tensor, batch_first: bool
+) -> Tensor:
+    shape = (shape[1], shape[0], *shape[2:]) if batch_first else shape
+    padded = gradient.new_zeros(shape)
+    _unpack(gradient, padded, _sizes(batch_sizes))
+    return padded.transpose(0, 1) if batch_first else padded
+
+
+def _recurrent(steps: Callable[..., Any]) -> Callable[..., Any]:
+    """Run packed sequences step by step; torch asks for the address of the sizes."""
+
+    def kernel(data: Tensor, batch_sizes: Tensor, *rest: Any) -> Any:
+        return steps(data, _sizes(batch_sizes), *rest)
+
+    return kernel
+
+
+SEQUENCES: dict[str, Callable[..., Any]] = {
+    "_pad_packed_sequence": _pad,
+    "_pack_padded_sequence_backward": _pack_backward,
+    "lstm.data": _recurrent(decompositions.lstm_data_impl),
+    "gru.data": _recurrent(decompositions.gru_impl_data),
+    "rnn_tanh.data": _recurrent(decompositions.rnn_tanh_data),
+    "rnn_relu.data": _recurrent(decompositions.rnn_relu_data),
+}
+"""Operations of torch on packed sequences that read the sizes by their address."""
