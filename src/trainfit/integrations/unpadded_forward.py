@@ -113,7 +113,7 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     batch = _rows(facts, self, body, given)
     unsure = facts.strange or self.training  # a loss of the script may read padded columns
     try:
-        if batch is not None and _trusts(facts, batch.sides, unsure=unsure):
+        if batch is not None and _trusts(facts, batch.sides, unsure=unsure, training=self.training):
             inputs = _packed_inputs(facts, body, given, batch)
             body.__dict__[_PASSING] = _Passing(batch, inputs["position_ids"])
             output = kind.forward(self, **inputs, return_dict=True)
@@ -157,7 +157,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     direct = facts.reads in SETTLED and _BY_HEAD not in self.__dict__  # past the head
     outside = (facts.reads == "outside" or shown or direct) and (facts.strange or self.training)
     unsure = outside or facts.reads in ("unknown", "padding")
-    if not _trusts(facts, batch.sides, unsure=unsure):
+    if not _trusts(facts, batch.sides, unsure=unsure, training=self.training):
         facts.count(None)
         facts.compute(self, batch.rows * batch.width)
         output = kind.forward(self, *args, **kwargs)
