@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from trainfit.runtime import compile_blocks, forget_if_full, repeated_blocks
+from trainfit.core import caches
+from trainfit.core.files import cache_folder
+from trainfit.runtime import compile_blocks, compiled_folder, forget_if_full, repeated_blocks
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
@@ -147,6 +151,8 @@ class BodyBlocks:
     """True while blocks are to run as they are."""
     obstacle: str | None = None
     """Reason why nothing is compiled from here on."""
+    code: str = ""
+    """Facts that decide the compiled code, as text."""
     _calls: dict[nn.Module, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> Any:
@@ -179,6 +185,25 @@ class BodyBlocks:
         forget_if_full()
         compile_blocks(body, dynamic=True, backend=self.backend, failed=self.stop)
         return {block: block._compiled_call_impl for block in blocks}
+
+    @property
+    def known(self) -> bool:
+        """True if this code was compiled on this machine before, and torch still has it."""
+        place = self._place()
+        return place is not None and caches.read(bool, place) is not None
+
+    def remember(self) -> None:
+        """Note for later scripts that the code was compiled."""
+        if (place := self._place()) is not None and not place.exists():
+            caches.write(place, True)
+
+    def _place(self) -> Path | None:
+        folder = compiled_folder()
+        if folder is None or self.backend != "inductor":
+            return None
+        facts = self.code, folder, caches.libraries()
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+        return cache_folder() / "compiled" / f"{digest}.json"
 
     def stop(self, why: str) -> None:
         """Compile nothing from here on; say why."""
