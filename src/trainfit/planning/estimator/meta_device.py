@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import URLError
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import init
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
@@ -77,17 +79,61 @@ def _on_values(initialise: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def pretrained_by_config() -> Iterator[None]:
-    """Have transformers' from_pretrained read configurations alone, and fetch no weights."""
+    """Have transformers' from_pretrained read configurations alone, and torch.hub fetch nothing."""
     imports = _Imports()
     sys.meta_path.insert(0, imports)
     if _MODELS in sys.modules:
         imports.replace(sys.modules[_MODELS])
     try:
-        yield
+        with _hub_closed():
+            yield
     finally:
         sys.meta_path.remove(imports)
         for kind, plain in imports.replaced:
             kind.from_pretrained = plain
+
+
+class _Unfetched(dict[str, Any]):
+    """Weights without values, which a script may take parts of."""
+
+    def __missing__(self, _key: str) -> _Unfetched:
+        return self
+
+    def pop(self, *_: Any) -> _Unfetched:
+        return self
+
+
+@contextmanager
+def _hub_closed() -> Iterator[None]:
+    """Have torch.hub, by which torchvision loads too, give weights without values."""
+    hub: Any = torch.hub
+    kind: Any = nn.Module
+    fetch, opened, load = hub.load_state_dict_from_url, hub.urlopen, kind.load_state_dict
+
+    def unfetched(*_: Any, **_options: Any) -> _Unfetched:
+        return _Unfetched()
+
+    def unopened(*_: Any, **_options: Any) -> Any:
+        raise URLError("nothing is fetched for a plan")
+
+    def loaded(module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
+        return load(module, state, *args, **options) if state else _IncompatibleKeys([], [])
+
+    hub.urlopen, kind.load_state_dict = unopened, loaded
+    _exchange(fetch, unfetched)
+    try:
+        yield
+    finally:
+        _exchange(unfetched, fetch)
+        hub.urlopen, kind.load_state_dict = opened, load
+
+
+def _exchange(old: Any, new: Any) -> None:
+    """Replace torch.hub's function of weights in all modules that have imported it."""
+    for module in list(sys.modules.values()):
+        for name in ("load_state_dict_from_url", "load_url"):
+            if getattr(module, "__dict__", {}).get(name) is old:
+                setattr(module, name, new)
 
 
 class _Imports:
