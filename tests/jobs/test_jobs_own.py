@@ -303,6 +303,22 @@ def test_a_mistake_in_the_class_is_one_line(
     assert "Traceback" not in "".join(err)
 
 
+def test_the_mean_loss_of_batches_counts_their_rows(here: Path) -> None:
+    """The last batch has two rows of six, and its mean is no larger than they are."""
+    own(here, "indivisible = True", reduction="mean")
+    job: Any = registry.load("mine:Mine")()
+    rows = job.data("validation")
+    model = job.model()
+    whole = job.loss(model, job.collate(rows[:6])).item()
+    parts = [job.collate(rows[:4]), job.collate(rows[4:6])]
+    with torch.no_grad():
+        assert job.evaluate(model, parts)["loss"] == pytest.approx(whole, rel=1e-6)
+    odd = [[*parts[0], torch.zeros(3)], [*parts[1], torch.zeros(3)]]  # no visible number of rows
+    means = [job.loss(model, part).item() for part in odd]
+    with torch.no_grad():
+        assert job.evaluate(model, odd)["loss"] == pytest.approx(sum(means) / 2)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
