@@ -572,10 +572,13 @@ def test_a_model_with_hooks_of_the_script_keeps_its_rows() -> None:
     model(**(given := batch("bert")))
     assert seen[0][:2] == given["input_ids"].shape
     handle.remove()
-    model.bert.register_forward_hook(lambda _m, _i, out: seen.append(out[0].shape))
+    handle = model.bert.register_forward_hook(lambda _m, _i, out: seen.append(out[0].shape))
+    assert "a hook on BertModel would see" in apply_speedups(model, ["unpadded"]).line()
+    handle.remove()
+    model.register_forward_hook(lambda _m, _i, out: seen.append(out.logits.shape))
     assert "without padding" in apply_speedups(model, ["unpadded"]).done[0]
     model(**given)
-    assert seen[1] == seen[0]
+    assert seen[1] == (4, 3)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + 15), (signal.SIGUSR1, 9)])
