@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
@@ -82,58 +83,32 @@ def pretrained_by_config() -> Iterator[None]:
     """Have transformers' from_pretrained read configurations alone, and torch.hub fetch nothing."""
     imports = _Imports()
     sys.meta_path.insert(0, imports)
-    if _MODELS in sys.modules:
-        imports.replace(sys.modules[_MODELS])
-    try:
-        with _hub_closed():
-            yield
-    finally:
-        sys.meta_path.remove(imports)
-        for kind, plain in imports.replaced:
-            kind.from_pretrained = plain
-
-
-class _Unfetched(dict[str, Any]):
-    """Weights without values, which a script may take parts of."""
-
-    def __missing__(self, _key: str) -> _Unfetched:
-        return self
-
-    def pop(self, *_: Any) -> _Unfetched:
-        return self
-
-
-@contextmanager
-def _hub_closed() -> Iterator[None]:
-    """Have torch.hub, by which torchvision loads too, give weights without values."""
-    hub: Any = torch.hub
-    kind: Any = nn.Module
-    fetch, opened, load = hub.load_state_dict_from_url, hub.urlopen, kind.load_state_dict
-
-    def unfetched(*_: Any, **_options: Any) -> _Unfetched:
-        return _Unfetched()
-
-    def unopened(*_: Any, **_options: Any) -> Any:
-        raise URLError("nothing is fetched for a plan")
-
-    def loaded(module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
-        return load(module, state, *args, **options) if state else _IncompatibleKeys([], [])
-
-    hub.urlopen, kind.load_state_dict = unopened, loaded
-    _exchange(fetch, unfetched)
+    imports.put(torch.hub, "urlopen", _unopened)
+    imports.put(nn.Module, "load_state_dict", _loaded)
+    for module in list(sys.modules.values()):
+        imports.look(module)
     try:
         yield
     finally:
-        _exchange(unfetched, fetch)
-        hub.urlopen, kind.load_state_dict = opened, load
+        sys.meta_path.remove(imports)
+        for owner, name, plain in imports.replaced:
+            setattr(owner, name, plain)
 
 
-def _exchange(old: Any, new: Any) -> None:
-    """Replace torch.hub's function of weights in all modules that have imported it."""
-    for module in list(sys.modules.values()):
-        for name in ("load_state_dict_from_url", "load_url"):
-            if getattr(module, "__dict__", {}).get(name) is old:
-                setattr(module, name, new)
+_FETCH, _LOAD = torch.hub.load_state_dict_from_url, nn.Module.load_state_dict
+
+
+def _unfetched(*_: Any, **_options: Any) -> dict[str, Any]:
+    """Stand in for weights of an address, as torchvision's are."""
+    return defaultdict(dict)
+
+
+def _unopened(*_: Any, **_options: Any) -> Any:
+    raise URLError("nothing is fetched for a plan")
+
+
+def _loaded(module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
+    return _LOAD(module, state, *args, **options) if state else _IncompatibleKeys([], [])
 
 
 class _Imports:
@@ -143,7 +118,7 @@ class _Imports:
     """
 
     def __init__(self) -> None:
-        self.replaced: list[tuple[Any, Any]] = []
+        self.replaced: list[tuple[Any, str, Any]] = []
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.startswith("torch."):  # leaving the modes imports some of them
@@ -156,16 +131,25 @@ class _Imports:
             def exec_module(module: Any) -> None:
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
                     execute(module)
-                if name == _MODELS:
-                    self.replace(module)
+                self.look(module)
 
             loader.exec_module = exec_module
         return spec
 
-    def replace(self, module: Any) -> None:
-        kind = module.PreTrainedModel
-        self.replaced.append((kind, vars(kind)["from_pretrained"]))
-        kind.from_pretrained = classmethod(_by_config)
+    def put(self, owner: Any, name: str, new: Any) -> None:
+        self.replaced.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, new)
+
+    def look(self, module: Any) -> None:
+        """Replace what a module has of functions that fetch weights."""
+        names: dict[str, Any] = getattr(module, "__dict__", {})
+        if names.get("__name__") == _MODELS:
+            self.put(module.PreTrainedModel, "from_pretrained", classmethod(_by_config))
+        for name in ("load_state_dict_from_url", "load_url"):
+            found = names.get(name)
+            if found is _FETCH or found is _unfetched:  # the latter where it was imported here
+                self.replaced.append((module, name, _FETCH))
+                setattr(module, name, _unfetched)
 
 
 def _by_config(kind: Any, place: Any, /, *_: Any, config: Any = None, **given: Any) -> Any:
