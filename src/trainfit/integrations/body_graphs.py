@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from trainfit.core import caches
 from trainfit.core.errors import reason
 from trainfit.engine.captured import capturing
 from trainfit.engine.memory_errors import give_back_cache, give_back_memory, is_out_of_memory
@@ -209,7 +210,7 @@ class BodyGraphs:
             if self._no_more(lane, call):
                 return None
             if self.blocks is not None:
-                self.blocks.code = self.blocks.code or _code_of(body, call, state)
+                self.blocks.code = self.blocks.code or call.code(body, state)
             key = (call.case, call.size, call.bound)
             if key not in self._seen:
                 self._seen.add(key)
@@ -301,8 +302,8 @@ class BodyGraphs:
         try:
             with self._timed():
                 call.rehearse(state)
-            if blocks.on:
-                blocks.remember()
+            if blocks.on and (place := blocks.place) is not None and not place.exists():
+                caches.write(place, True)
         except Exception as error:  # noqa: BLE001 whatever it was, steps without it go on
             blocks.stop(_why(error))
             give_back_memory()
@@ -380,14 +381,6 @@ def _fitting(lane: _Lane, call: BodyCall, slack: float) -> BodyGraph | None:
         and call.batch.longest <= graph.longest
     ]
     return min(fitting, key=lambda graph: graph.tokens, default=None)
-
-
-def _code_of(body: Any, call: BodyCall, state: BodyState) -> str:
-    """Describe what decides the compiled code of a body; its names and sizes of batches do not."""
-    device = call.batch.starts.device
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    weights = [(name, tuple(one.shape), one.dtype) for _, name, one in state.places]
-    return repr((body.config.to_json_string(), call.case[1:-1], weights, gpu))
 
 
 def _why(error: Exception) -> str:

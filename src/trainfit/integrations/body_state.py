@@ -187,22 +187,12 @@ class BodyBlocks:
         return {block: block._compiled_call_impl for block in blocks}
 
     @property
-    def known(self) -> bool:
-        """True if this code was compiled on this machine before, and torch still has it."""
-        place = self._place()
-        return place is not None and caches.read(bool, place) is not None
-
-    def remember(self) -> None:
-        """Note for later scripts that the code was compiled."""
-        if (place := self._place()) is not None and not place.exists():
-            caches.write(place, True)
-
-    def _place(self) -> Path | None:
-        folder = compiled_folder()
-        if folder is None or self.backend != "inductor":
+    def place(self) -> Path | None:
+        """File that tells that this code was compiled here, while torch has it in its cache."""
+        if self.backend != "inductor" or (folder := compiled_folder()) is None:
             return None
-        facts = self.code, folder, caches.libraries()
-        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+        facts = repr((self.code, folder, caches.libraries()))
+        digest = hashlib.sha256(facts.encode()).hexdigest()[:32]
         return cache_folder() / "compiled" / f"{digest}.json"
 
     def stop(self, why: str) -> None:

@@ -240,8 +240,8 @@ class Turns:
             seconds = (self._step if steps is None else steps) * median(self.seconds[GRAPHS])
             found = [family_compiling(name, cores) for name in {one.family for one in self.facts}]
             saved = seconds * min(share for _, share in found)
-            again = _AGAIN if all(one.known for one in self._blocks()) else 1.0
-            self._worth = saved > again * sum(cost for cost, _ in found)
+            known = all((place := one.place) and place.exists() for one in self._blocks())
+            self._worth = saved > (_AGAIN if known else 1.0) * sum(cost for cost, _ in found)
             if not self._worth and steps is not None:
                 self.uncompiled = f"the {seconds:.0f} s that were left are too short for it"
                 self._leave()
