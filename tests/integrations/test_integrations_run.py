@@ -457,6 +457,9 @@ def test_a_model_that_was_compiled_before_costs_less(
     assert not compiles(15)
     kept.mkdir()  # torch's cache was emptied since
     assert not compiles(15)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "file" / "cache"))
+    assert compiles(100)  # no cache, whose warning is an error here, ends no script
 
 
 def test_steps_go_on_until_the_compilers_are_ready() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from trainfit.core import caches
+from trainfit.core.errors import TrainfitWarning
 from trainfit.core.files import cache_folder
 from trainfit.runtime import compile_blocks, compiled_folder, forget_if_full, repeated_blocks
 
@@ -189,11 +190,12 @@ class BodyBlocks:
     @property
     def place(self) -> Path | None:
         """File that tells that this code was compiled here, while torch has it in its cache."""
-        if self.backend != "inductor" or (folder := compiled_folder()) is None:
-            return None
-        facts = repr((self.code, folder, caches.libraries()))
-        digest = hashlib.sha256(facts.encode()).hexdigest()[:32]
-        return cache_folder() / "compiled" / f"{digest}.json"
+        if self.backend == "inductor" and (folder := compiled_folder()) is not None:
+            facts = repr((self.code, folder, caches.libraries()))
+            digest = hashlib.sha256(facts.encode()).hexdigest()[:32]
+            with suppress(TrainfitWarning):  # of no cache; some scripts have warnings as errors
+                return cache_folder() / "compiled" / f"{digest}.json"
+        return None
 
     def stop(self, why: str) -> None:
         """Compile nothing from here on; say why."""
