@@ -125,10 +125,7 @@ class Unpadding:
         return self.looks <= _LOOKS or self.looks % _AGAIN == 0
 
     def trusts(self, sides: frozenset[str], *, unsure: bool, training: bool) -> bool:
-        """Tell if nobody reads the padding on these sides; if `unsure`, as far as was watched.
-
-        No gradient shows what a script reads in an evaluation.
-        """
+        """Tell if nobody reads the padding on these sides; if `unsure`, as far as was watched."""
         if torch._C._current_graph_task_id() == -1:  # outside of a backward pass
             self.trusted = None if self.reads == "padding" else frozenset(self.watched)
         if self.trusted is None or (self.wait > 0 and self.differentiable):
@@ -136,7 +133,12 @@ class Unpadding:
         if unsure and sides and self.strange and not (training or torch.is_grad_enabled()):
             self.say("an evaluation, which may read padded columns")
             return False
-        return not unsure or sides <= self.trusted
+        return not unsure or self.looked_at(sides, training=training) <= self.trusted
+
+    def looked_at(self, sides: frozenset[str], *, training: bool) -> frozenset[str]:
+        """Name sides of padding for `watched`: in evaluation mode a script may read others."""
+        mode = "" if training or not self.strange else " in evaluation"
+        return frozenset(one + mode for one in sides)
 
     @property
     def differentiable(self) -> bool:
