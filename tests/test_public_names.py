@@ -31,7 +31,7 @@ def test_a_public_name_is_there(name: str):
         ("tunable", (1.0,), {"choices": 3}, "choices of trainfit.tunable is 3"),
         ("unpadded", (None,), {}, "model of trainfit.unpadded is None"),
         ("speed_up", (None,), {"only": 3}, "only of trainfit.speed_up is 3"),
-        ("apply", ({},), {}, "settings of trainfit.apply is {}"),
+        ("apply", ({},), {}, "the settings are {}; give RuntimeSettings or a Plan"),
         ("plan", ("nli",), {"lengths": 3}, "lengths of trainfit.plan is 3"),
         ("hpo", ("nli", None), {}, "the override None is no text"),
         ("doctor", (), {"log": 3}, "the log is 3"),
@@ -43,6 +43,11 @@ def test_a_wrong_argument_is_one_line(name: str, args: Any, given: Any, words: s
     with pytest.raises(BadInput) as refused:
         getattr(trainfit, name)(*args, **given)
     assert words in str(refused.value)
+
+
+def test_wrong_settings_of_a_block_are_one_line():
+    with pytest.raises(BadInput, match="the settings are None"), trainfit.applied(None):
+        pass
 
 
 def test_other_errors_of_a_call_stay_as_they_are():

@@ -103,6 +103,8 @@ def test_resume_auto_begins_and_then_goes_on(
     for folder in (left, ended, other):
         (folder / "data.json").write_text("{}")
     (ended / "results.json").write_text("{}")
+    assert _left_run(composed) == ended  # it lacks its report
+    (ended / "report.html").touch()
     assert _left_run(composed) == left
 
 

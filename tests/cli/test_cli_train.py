@@ -61,6 +61,22 @@ def test_json_is_one_object_on_standard_output(tmp_path: Path, capsys: Any):
     assert SECRET not in captured.out + captured.err
 
 
+def test_a_run_that_lacks_its_report_alone_is_not_trained_again(tmp_path: Path, capsys: Any):
+    given = ["train", "nli", *nli_words(tmp_path, "training.max_steps=2"), "--json"]
+    assert run(given) == 0
+    first = end_of(capsys)
+    [folder] = (tmp_path / "runs").iterdir()
+    before = (folder / "train.log").read_text()
+    (folder / "report.html").unlink()  # as by a kill after the results
+    assert run([*given, "--resume", "auto"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == first
+    assert "its report was missing" in captured.err
+    assert (folder / "report.html").is_file()
+    assert [folder] == list((tmp_path / "runs").iterdir())
+    assert (folder / "train.log").read_text() == before
+
+
 def test_json_of_folds(tmp_path: Path, capsys: Any):
     more = ("cv.folds=2", "training.max_steps=3")
     assert run(["train", "nli", *nli_words(tmp_path, *more), "--json"]) == 0

@@ -55,6 +55,17 @@ def test_a_hook_on_the_body_of_a_head_per_token_keeps_its_rows() -> None:
     assert seen[0][:2] == given["input_ids"].shape
 
 
+def test_a_hook_on_the_body_of_a_head_of_one_column_sees_its_padding() -> None:
+    """Nothing watches what such a hook reads, as the head is known to read the first column."""
+    plain, seen = classifier().train(), []
+    model = copy.deepcopy(plain)
+    apply_speedups(model, ["unpadded"])
+    for one in (plain, model):
+        one.bert.register_forward_hook(lambda _m, _i, out: seen.append(out[0].square().mean()))
+        one(**batch("bert"))
+    torch.testing.assert_close(*seen)
+
+
 def test_noise_on_embeddings_is_scaled_by_the_width_of_rows() -> None:
     model = classifier()
     trainfit.unpadded(model)
@@ -280,11 +291,15 @@ def test_a_frozen_body_says_why_it_keeps_its_padding() -> None:
 def test_a_body_that_is_not_trained_says_why_it_keeps_its_padding(
     scripts: Callable[..., Any], tmp_path: Path
 ) -> None:
-    model = BertModel(config("bert")).eval()
+    model = BertModel(config("bert"))
     scripts(model)
     with torch.no_grad():
         model(**batch("bert"))
     assert "(with padding: no training step has shown yet" in closing_line(tmp_path)
+    model.eval()
+    with torch.no_grad():
+        model(**batch("bert"))
+    assert "(with padding: an evaluation, which may read padded columns" in closing_line(tmp_path)
 
 
 def test_all_models_of_a_script_are_told(scripts: Callable[..., Any], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from trainfit.integrations.host_batches import AROUND, Switch
 from trainfit.integrations.script_hooks import SpeedUp
 from trainfit.integrations.speeding import apply_speedups, facts_in
 from trainfit.integrations.turns import GRAPHS, Turns
+from trainfit.runtime import compile_blocks
 
 SCRIPT = """
 import sys
@@ -119,11 +121,11 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         script_hooks._turns.pause()
 
 
-def classifier() -> Any:
+def classifier(**others: Any) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(0)
-    return AutoModelForSequenceClassification.from_config(config("bert")).eval()
+    return AutoModelForSequenceClassification.from_config(config("bert", **others)).eval()
 
 
 class Loop:
@@ -343,8 +345,10 @@ def test_unpadding_that_is_a_bit_slower_is_left(sizes_come: str) -> None:
 class Loop4:
     """A training whose steps take the time of the way that they go."""
 
-    def __init__(self, compiled: float, left: int | None, step: float = 10.0) -> None:
-        self.model = trainfit.unpadded(classifier()).train()
+    def __init__(
+        self, compiled: float, left: int | None, step: float = 10.0, **others: Any
+    ) -> None:
+        self.model = trainfit.unpadded(classifier(**others)).train()
         [self.facts] = facts_in(self.model)
         self.graphs = self.facts.graphs = BodyGraphs(run_again, blocks=BodyBlocks("eager"))
         self.blocks = self.graphs.blocks
@@ -420,6 +424,42 @@ def test_compiling_is_weighed_by_the_cores_and_the_family(
     loop.facts.family = family
     loop.run(60)
     assert ("compiled" in loop.ways) is compiled
+
+
+def test_a_model_that_was_compiled_before_costs_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short training is not compiled, and is once a longer one has compiled its model here."""
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
+    kept = tmp_path / "torch" / "fxgraph"
+    kept.mkdir(parents=True)
+    weighed = "trainfit.integrations.turns.family_compiling"
+    monkeypatch.setattr(weighed, lambda *_: (20.0, 0.5))
+    stand_in = partial(compile_blocks, backend="eager")
+    monkeypatch.setattr(
+        "trainfit.integrations.body_state.compile_blocks",
+        lambda body, backend, **rest: stand_in(body, **rest),
+    )
+
+    def compiles(left: int, **others: Any) -> bool:
+        loop = Loop4(0.5, left=left, step=1.0, **others)
+        loop.blocks.backend = "inductor"
+        loop.run(60)
+        return "compiled" in loop.ways
+
+    assert not compiles(15)
+    assert compiles(100)
+    assert compiles(15)
+    assert not compiles(11)  # not even from torch's cache
+    assert not compiles(15, intermediate_size=56)  # another model
+    kept.rename(kept.with_name("old"))
+    assert not compiles(15)
+    kept.mkdir()  # torch's cache was emptied since
+    assert not compiles(15)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "file" / "cache"))
+    assert compiles(100)  # no cache, whose warning is an error here, ends no script
 
 
 def test_steps_go_on_until_the_compilers_are_ready() -> None:
@@ -535,10 +575,13 @@ def test_a_model_with_hooks_of_the_script_keeps_its_rows() -> None:
     model(**(given := batch("bert")))
     assert seen[0][:2] == given["input_ids"].shape
     handle.remove()
-    model.bert.register_forward_hook(lambda _m, _i, out: seen.append(out[0].shape))
+    handle = model.bert.register_forward_hook(lambda _m, _i, out: seen.append(out[0].shape))
+    assert "a hook on BertModel would see" in apply_speedups(model, ["unpadded"]).line()
+    handle.remove()
+    model.register_forward_hook(lambda _m, _i, out: seen.append(out.logits.shape))
     assert "without padding" in apply_speedups(model, ["unpadded"]).done[0]
     model(**given)
-    assert seen[1] == seen[0]
+    assert seen[1] == (4, 3)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + 15), (signal.SIGUSR1, 9)])

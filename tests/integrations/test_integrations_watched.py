@@ -43,6 +43,11 @@ def bodies() -> tuple[Any, Any]:
     return plain, copy.deepcopy(plain)
 
 
+def apply_to(model: Any) -> Any:
+    apply_speedups(model, ["unpadded"])
+    return model
+
+
 def check_steps(plain: Any, model: Any, read: Callable[[Any], Tensor], steps: int = 10) -> None:
     """Compare losses and gradients of both models."""
     for _ in range(steps):
@@ -108,6 +113,37 @@ def test_a_head_that_reads_padding_late_is_noticed() -> None:
         steps += 1
     assert steps <= 50
     assert "some had zeros there" in str(facts.tally.said)
+
+
+@pytest.mark.parametrize("head", ["body", "tokens"])
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_evaluation_may_read_what_no_training_step_did(
+    head: str, copied: bool, graded: bool
+) -> None:
+    """As of embeddings that are saved, or of a teacher, a copy whose logits are all compared."""
+    torch.manual_seed(0)
+    plain = HEADS[head].from_config(config("bert")).train()
+    model = apply_to(copy.deepcopy(plain))
+    for _ in range(12):
+        model(**batch("bert"))[0][:, 0].sum().backward()
+    [facts] = facts_in(model)
+    assert facts.tally.packed
+    model = (copy.deepcopy(model) if copied else model).eval()
+    with torch.set_grad_enabled(graded):
+        found, expected = (one(**batch("bert"))[0] for one in (model, plain.eval()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    said = any("an evaluation" in why for why in facts_in(model)[0].tally.said)
+    assert said is not graded
+
+
+def test_a_model_that_is_trained_in_evaluation_mode_goes_without_padding() -> None:
+    """As one of from_pretrained is, in a loop that does not call train()."""
+    plain, model = (one.eval() for one in bodies())
+    apply_to(model)
+    check_steps(plain, model, first, 12)
+    [facts] = facts_in(model)
+    assert facts.tally.packed == 4
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -301,6 +302,22 @@ def test_a_mistake_in_the_class_is_one_line(
     assert "Traceback" not in "".join(err)
 
 
+def test_the_mean_loss_of_batches_counts_their_rows(here: Path) -> None:
+    """The last batch has two rows of six, and its mean is no larger than they are."""
+    own(here, "indivisible = True", reduction="mean")
+    job: Any = registry.load("mine:Mine")()
+    rows = job.data("validation")
+    model = job.model()
+    whole = job.loss(model, job.collate(rows[:6])).item()
+    parts = [job.collate(rows[:4]), job.collate(rows[4:6])]
+    with torch.no_grad():
+        assert job.evaluate(model, parts)["loss"] == pytest.approx(whole, rel=1e-6)
+    odd = [[*parts[0], torch.zeros(3)], [*parts[1], torch.zeros(3)]]  # no visible number of rows
+    means = [job.loss(model, part).item() for part in odd]
+    with torch.no_grad():
+        assert job.evaluate(model, odd)["loss"] == pytest.approx(sum(means) / 2)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -526,6 +543,34 @@ def test_a_model_is_known_without_its_pretrained_weights(here: Path) -> None:
     (here / "mine.py").write_text(_LATE.format(place=place))
     registry.load("mine:Mine")
     assert "BatchNorm" in str(prepare(compose("mine:Mine", [])).indivisible)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_model_is_known_without_weights_of_the_hub(
+    late: bool, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchvision's constructors load so, by a name that they imported from torch.hub."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.hub, "urlopen", lambda *given, **_: asked.append(given))
+    own(here, "pass", first="__import__('mine_vision').norm(), ")
+    loaded = "load_state_dict_from_url('http://127.0.0.1/' + name)"
+    take = f"    state = {loaded}['model']\n    state.pop('head', None)\n"
+    text = "import torch\nfrom torch.hub import load_state_dict_from_url\n"
+    text += "def norm(name='norm.pth'):\n    made = torch.nn.BatchNorm1d(3)\n" + take
+    text += "    made.load_state_dict({key: state[key] for key in state})\n    return made\n"
+    (here / "mine_vision.py").write_text(text)
+    fetch, load = torch.hub.load_state_dict_from_url, torch.nn.Module.load_state_dict
+    registry.load("mine:Mine")
+    if not late:
+        importlib.import_module("mine_vision")
+    try:
+        assert "BatchNorm" in str(prepare(compose("mine:Mine", [])).indivisible)
+    finally:
+        imported = sys.modules.pop("mine_vision")
+    assert not asked
+    assert imported.load_state_dict_from_url is fetch
+    assert torch.hub.load_state_dict_from_url is fetch
+    assert torch.nn.Module.load_state_dict is load
 
 
 def test_what_a_constructor_imports_outlives_the_planning(here: Path) -> None:

@@ -18,7 +18,7 @@ from sklearn import metrics as reference
 
 from job_tiny import SECRET, be_quick, detect_once, nli_words, quick_plan, write_redsm5
 from trainfit.core.errors import BadInput
-from trainfit.core.plan_records import Plan
+from trainfit.core.plan_records import Plan, TimeEstimate
 from trainfit.engine.observers import Observer
 from trainfit.jobs import frozen, nli
 from trainfit.jobs.configuration import configure, configured_by
@@ -335,6 +335,21 @@ def test_all_folds_share_one_plan_and_its_shapes(tmp_path: Path, packed: bool):
     for fold, data in enumerate(datasets):
         for step in deal_steps(data.train.lengths, plan.effective_batch_size, 5 + fold, 0):
             assert len(cut_step(data.train.lengths, step, first.cuts[0])[0]) == 1
+
+
+def test_a_second_shape_is_compiled_where_it_saves_more_than_that_takes(tmp_path: Path):
+    prepared = nli.prepare(configure("nli", nli_words(tmp_path)))
+    job = prepared.tuned_job(detect_once())
+    whole = quick_plan(replace(job.question, pins={}), job.profile)
+    plan = replace(whole, packed=True, gradient_accumulation_steps=1, compile=True)
+
+    def shapes(compiling: float) -> int:
+        time = TimeEstimate(job_seconds=300.0, stages={"compile": compiling})
+        settings = prepared.settings(0, replace(plan, time=time), torch.device("cpu"), 1)
+        return len(settings.cuts[0].budgets)
+
+    assert shapes(7.0) == 2  # it saves 3% of 300 s
+    assert shapes(29.0) == 1  # on two cores
 
 
 NO_DROPOUT = (

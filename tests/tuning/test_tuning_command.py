@@ -196,9 +196,10 @@ def test_a_short_run_is_not_compiled_for_nothing(here: type[Here]) -> None:
         return toy.plan(compile=True, time=TimeEstimate(**told | {"samples_per_second": rate}))
 
     # 96 sequences in all: at 10 a second they are over before the compiler is.
-    assert job_plan.adopt(toy.plan(), compiled(10.0)) == toy.plan()  # its budget was not for eager
-    assert job_plan.adopt(toy.plan(), compiled(1.0)).compile
-    assert job_plan.adopt(toy.plan(compile=True), compiled(10.0)).compile
+    assert job_plan.adopt(toy.plan(), compiled(10.0), 7.0) == toy.plan()  # no budget of eager ones
+    assert job_plan.adopt(toy.plan(), compiled(2.0), 7.0).compile
+    assert job_plan.adopt(toy.plan(), compiled(2.0), 29.0) == toy.plan()  # on two cores
+    assert job_plan.adopt(toy.plan(compile=True), compiled(10.0), 7.0).compile
 
 
 def test_an_interrupt_shows_what_was_measured(

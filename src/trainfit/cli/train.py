@@ -151,6 +151,7 @@ _USE = {
     "gpt": "Write: trainfit sample {run}",
 }
 """Last line of a training: the command that uses its model."""
+_RESULTS = "results.json"
 
 
 @job_command()
@@ -188,7 +189,8 @@ def command(
     composed, run = _composed(task, with_file(task, config_file, overrides), resume)
     if not dry_run:
         words = click.get_current_context().find_root().obj
-        if (code := launch(ranks, words, composed.config)) is not None:
+        code = _report_alone(run, as_json) if run and resume == "auto" else None
+        if code is not None or (code := launch(ranks, words, composed.config)) is not None:
             return code
     first = run_folder.is_first_rank()
     if hub is not None and first:
@@ -250,7 +252,7 @@ def _composed(
 
 
 def _left_run(composed: Composed) -> Path | None:
-    """Find the newest run of this configuration that has not ended."""
+    """Find the newest run of this configuration that has not ended, or has no report yet."""
 
     def is_same(path: Path) -> bool:
         with suppress(OSError, ValueError):  # a damaged file of another run
@@ -262,10 +264,21 @@ def _left_run(composed: Composed) -> Path | None:
         path.parent
         for path in Path(composed.config.runs_dir).glob("*/config.json")
         if is_same(path)
-        and not (path.parent / "results.json").is_file()
+        and not ((path.parent / _RESULTS).is_file() and (path.parent / "report.html").is_file())
         and (path.parent / "data.json").is_file()
     ]
     return max(found, key=lambda run: run.stat().st_mtime_ns, default=None)
+
+
+def _report_alone(run: Path, as_json: bool) -> int | None:
+    """End a run that was killed between its results and its report; None for any other."""
+    if not (run / _RESULTS).is_file() or "RANK" in os.environ:  # other ranks wait for this one
+        return None
+    click.echo(f"Trained already: {run}; its report was missing", err=as_json)
+    report_on(str(run), as_json)
+    if as_json:
+        click.echo(codec.for_programs(codec.read_object(run / _RESULTS), None))
+    return 0
 
 
 def report_on(run: str, as_json: bool) -> None:

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from trainfit.core.errors import reason
+from trainfit.core import caches
+from trainfit.core.errors import TrainfitWarning, reason
 from trainfit.engine.captured import capturing
 from trainfit.engine.memory_errors import give_back_cache, give_back_memory, is_out_of_memory
 from trainfit.integrations.body_state import BodyBlocks, BodyState, body_state
@@ -208,6 +209,8 @@ class BodyGraphs:
         if graph is None:
             if self._no_more(lane, call):
                 return None
+            if self.blocks is not None:
+                self.blocks.code = self.blocks.code or call.code(body, state)
             key = (call.case, call.size, call.bound)
             if key not in self._seen:
                 self._seen.add(key)
@@ -299,6 +302,9 @@ class BodyGraphs:
         try:
             with self._timed():
                 call.rehearse(state)
+            if blocks.on and (place := blocks.place) is not None:
+                with suppress(TrainfitWarning):
+                    caches.write(place, True)
         except Exception as error:  # noqa: BLE001 whatever it was, steps without it go on
             blocks.stop(_why(error))
             give_back_memory()

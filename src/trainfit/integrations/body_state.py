@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from trainfit.runtime import compile_blocks, forget_if_full, repeated_blocks
+from trainfit.core import caches
+from trainfit.core.errors import TrainfitWarning
+from trainfit.core.files import cache_folder
+from trainfit.runtime import compile_blocks, compiled_folder, forget_if_full, repeated_blocks
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
@@ -147,6 +152,8 @@ class BodyBlocks:
     """True while blocks are to run as they are."""
     obstacle: str | None = None
     """Reason why nothing is compiled from here on."""
+    code: str = ""
+    """Facts that decide the compiled code, as text."""
     _calls: dict[nn.Module, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> Any:
@@ -179,6 +186,16 @@ class BodyBlocks:
         forget_if_full()
         compile_blocks(body, dynamic=True, backend=self.backend, failed=self.stop)
         return {block: block._compiled_call_impl for block in blocks}
+
+    @property
+    def place(self) -> Path | None:
+        """File that tells that this code was compiled here, while torch has it in its cache."""
+        if self.backend == "inductor" and (folder := compiled_folder()) is not None:
+            facts = repr((self.code, folder, caches.libraries()))
+            digest = hashlib.sha256(facts.encode()).hexdigest()[:32]
+            with suppress(TrainfitWarning):  # of no cache; some scripts have warnings as errors
+                return cache_folder() / "compiled" / f"{digest}.json"
+        return None
 
     def stop(self, why: str) -> None:
         """Compile nothing from here on; say why."""

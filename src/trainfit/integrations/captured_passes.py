@@ -52,6 +52,13 @@ class BodyCall:
         others = tuple(sorted(self.others.items()))
         return self.batch.rows, kinds, others, self.autocast, self.blocks is not None
 
+    def code(self, body: Any, state: BodyState) -> str:
+        """Facts that decide the compiled code of a body."""
+        device = self.batch.starts.device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        weights = [(name, tuple(one.shape), one.dtype) for _, name, one in state.places]
+        return repr((body.config.to_json_string(), self.case[1:-1], weights, gpu))
+
     def rows(self, tokens: int, starts: Tensor) -> UnpaddedRows:
         """Rows with filler up to a number of tokens."""
         longest = min(self.bound, tokens)

@@ -124,13 +124,21 @@ class Unpadding:
         self.looks += 1
         return self.looks <= _LOOKS or self.looks % _AGAIN == 0
 
-    def trusts(self, sides: frozenset[str], *, unsure: bool) -> bool:
+    def trusts(self, sides: frozenset[str], *, unsure: bool, training: bool) -> bool:
         """Tell if nobody reads the padding on these sides; if `unsure`, as far as was watched."""
         if torch._C._current_graph_task_id() == -1:  # outside of a backward pass
             self.trusted = None if self.reads == "padding" else frozenset(self.watched)
         if self.trusted is None or (self.wait > 0 and self.differentiable):
             return self.trusted is None and not sides
-        return not unsure or sides <= self.trusted
+        if unsure and sides and self.strange and not (training or torch.is_grad_enabled()):
+            self.say("an evaluation, which may read padded columns")
+            return False
+        return not unsure or self.looked_at(sides, training=training) <= self.trusted
+
+    def looked_at(self, sides: frozenset[str], *, training: bool) -> frozenset[str]:
+        """Name sides of padding for `watched`: in evaluation mode a script may read others."""
+        mode = "" if training or not self.strange else " in evaluation"
+        return frozenset(one + mode for one in sides)
 
     @property
     def differentiable(self) -> bool:
@@ -158,10 +166,9 @@ def foreign_part(runner: nn.Module) -> str | None:
     ):
         return "a hook on all modules would see packed rows"
     for module in runner.modules():
-        if module is runner:
-            continue
         name = type(module).__name__
-        if not _known(module.__dict__.get("forward", type(module).forward)):
+        own = module.__dict__.get("forward", type(module).forward)
+        if module is not runner and not _known(own):
             return f"{name}, a layer of the script, would see packed rows"
         if not all(_known(hook) for kind in HOOKS for hook in getattr(module, kind).values()):
             return f"a hook on {name} would see packed rows"

@@ -113,14 +113,16 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     batch = _rows(facts, self, body, given)
     unsure = facts.strange or self.training  # a loss of the script may read padded columns
     try:
-        if batch is not None and _trusts(facts, batch.sides, unsure=unsure):
+        if batch is not None and _trusts(facts, batch.sides, unsure=unsure, training=self.training):
             inputs = _packed_inputs(facts, body, given, batch)
             body.__dict__[_PASSING] = _Passing(batch, inputs["position_ids"])
             output = kind.forward(self, **inputs, return_dict=True)
             if _PASSING not in body.__dict__:
                 facts.count(batch)
                 output = _restore(batch, output)
-                return _as_asked(self, given, _watch_on(facts, batch, output) if unsure else output)
+                if unsure:
+                    _watch_on(facts, batch, output, training=self.training)
+                return _as_asked(self, given, output)
             facts.say("its head goes past the body")
         facts.count(None)
         body.__dict__[_PASSING] = _Passing(None)
@@ -157,7 +159,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     direct = facts.reads in SETTLED and _BY_HEAD not in self.__dict__  # past the head
     outside = (facts.reads == "outside" or shown or direct) and (facts.strange or self.training)
     unsure = outside or facts.reads in ("unknown", "padding")
-    if not _trusts(facts, batch.sides, unsure=unsure):
+    if not _trusts(facts, batch.sides, unsure=unsure, training=self.training):
         facts.count(None)
         facts.compute(self, batch.rows * batch.width)
         output = kind.forward(self, *args, **kwargs)
@@ -167,7 +169,9 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     output = _restore(batch, _run_rows(self, kind, facts, batch, inputs))
     if output.get("pooler_output") is not None:
         output["pooler_output"] = _pool(self, output.last_hidden_state)
-    return _as_asked(self, given, _watch_on(facts, batch, output) if unsure else output)
+    if unsure:
+        _watch_on(facts, batch, output, training=self.training)
+    return _as_asked(self, given, output)
 
 
 def _tokens(args: Any, kwargs: Any) -> int:
@@ -314,11 +318,10 @@ def _per_token(batch: UnpaddedRows, output: Any) -> list[Any]:
 
 
 @uncompiled
-def _watch_on(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
+def _watch_on(facts: Unpadding, batch: UnpaddedRows, output: Any, *, training: bool) -> None:
     """Look at the gradients of a few batches without padding too, which other heads may read."""
     if any(one.requires_grad for one in _per_token(batch, output)) and facts.looks_now():
-        _watch(facts, batch, output, packed=True)
-    return output
+        _watch(facts, batch, output, training=training, packed=True)
 
 
 @uncompiled
@@ -349,7 +352,7 @@ def _watch(
             late = ", which it began to in a later step: some had zeros there" if packed else ""
             facts.say(f"what stands on top of it reads padded columns{late}")
         elif found[2] and facts.wait <= 0:
-            facts.watched |= batch.sides
+            facts.watched |= facts.looked_at(batch.sides, training=training)
 
     learnt = [one for one in _per_token(batch, output) if one.requires_grad]
     facts.wait -= bool(learnt)

@@ -35,7 +35,6 @@ from trainfit.measuring import flops
 from trainfit.packing import PackedCut, deal_steps, ladder
 from trainfit.packing.cut_ladder import MOST_SHAPES, quantize
 from trainfit.packing.steps import divide_up, fit_packed_parts
-from trainfit.planning.execution import COMPILE_SECONDS
 from trainfit.runs.opening import AttentionKind, AttentionPath, RunSetup
 from trainfit.runtime import eagerly
 
@@ -348,7 +347,8 @@ def encoder_settings(
         folds=others,
     )
     seconds = (plan.time.job_seconds if plan.time else None) or 0.0
-    if plan.compile and seconds * _SECOND_SHAPE < COMPILE_SECONDS:
+    compiling = plan.time.stages.get("compile", 0.0) if plan.time else 0.0
+    if plan.compile and seconds * _SECOND_SHAPE <= compiling:
         cuts = tuple(
             replace(cut, budgets=cut.budgets[-1:]) if isinstance(cut, PackedCut) else cut
             for cut in cuts

@@ -35,7 +35,7 @@ from trainfit.kernels import supported
 from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.planning.cpu_choice import start_ahead
-from trainfit.planning.execution import COMPILE_SECONDS
+from trainfit.planning.execution import compile_cost
 from trainfit.planning.question import Pin, Question, lacks
 from trainfit.planning.savers import saver_settings
 from trainfit.runs import run_folder
@@ -371,25 +371,27 @@ def with_tuned(job: JobQuestion, plan: Plan) -> Plan:
     if job.composed.config.tune == "off" or plan.workload.method == "frozen":
         return plan
     found = tuned_cache.read(job.question, job.profile, job.ranks)
-    return plan if found is None else adopt(plan, found.best)
+    if found is None:
+        return plan
+    return adopt(plan, found.best, compile_cost(job.question.sizes, job.profile.cpu.cores))
 
 
-def adopt(plan: Plan, tuned: Plan) -> Plan:
-    """A run's own plan with the tuned settings.
+def adopt(plan: Plan, tuned: Plan, cost: float) -> Plan:
+    """A run's own plan with the tuned settings, where compiling takes `cost` seconds.
 
     In a short run compiling does not pay, and what was tuned with it, the budget above all, is not
     for a run without: that one goes as it was planned.
     """
-    if tuned.compile and not plan.compile and _is_short(plan, tuned):
+    if tuned.compile and not plan.compile and _is_short(plan, tuned, cost):
         return plan
     settings = {row.name: row.of(tuned) for row in chosen_by("tune", "tuned")}
     measured = {name: getattr(tuned, name) for name in _MEASURED}
     return replace(with_values(plan, settings), **measured)
 
 
-def _is_short(plan: Plan, tuned: Plan) -> bool:
+def _is_short(plan: Plan, tuned: Plan, cost: float) -> bool:
     workload = plan.workload
     if tuned.time is None or tuned.time.samples_per_second is None:
         return False
     seconds = workload.sequences * workload.epochs / tuned.time.samples_per_second
-    return seconds / 2 < COMPILE_SECONDS  # no recorded step became twice as fast
+    return seconds / 2 < cost  # no recorded step became twice as fast

@@ -122,11 +122,15 @@ class Job:
         raise self._lacks("loss(self, model, batch)")
 
     def evaluate(self, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-        """Return figures on validation or test batches; by default the mean loss."""
+        """Return figures on validation or test batches; by default the mean loss of their rows."""
+        from torch.utils._pytree import tree_iter
+
         total, count = 0.0, 0
         for batch in batches:
             losses = self.loss(model, batch)
-            total, count = total + float(losses.sum()), count + losses.numel()
+            sizes = {len(one) for one in tree_iter(batch) if getattr(one, "ndim", 0)}
+            rows = sizes.pop() if losses.ndim == 0 and len(sizes) == 1 else losses.numel()
+            total, count = total + float(losses.sum()) * rows / losses.numel(), count + rows
         return {"loss": total / max(count, 1)}
 
     def collate(self, items: list[Any]) -> Any:

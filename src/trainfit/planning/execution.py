@@ -22,9 +22,6 @@ from trainfit.planning.question import Choice, Question
 
 CAPTURE_SECONDS = 0.5
 """Cost of capturing a step as a graph, once for all folds: 0.2 to 0.6 s beside an H200."""
-COMPILE_SECONDS = 7.0
-"""Cost of compiling one kind of block on 16 slow cores beside an H200: 5 to 11 s with a cold cache,
-2 s with a warm one."""
 _LEAST_GAIN = 1.02
 """Least gain in speed; a smaller one is within the noise of the estimate."""
 _UPDATE_BYTES = 40

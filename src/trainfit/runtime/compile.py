@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from threading import Thread
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -118,6 +120,16 @@ def start_compilers() -> bool:
         AsyncCompile.warm_pool()
         return AsyncCompile.use_process_pool() or AsyncCompile._ready_future is None
     return True
+
+
+def compiled_folder() -> tuple[str, int] | None:
+    """Return the folder that torch keeps compiled code in and its inode; None: there is none."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+    with suppress(OSError):  # a folder that was emptied and made anew has another inode
+        return folder, Path(folder, "fxgraph").stat().st_ino
+    return None
 
 
 def compile_seconds() -> float:

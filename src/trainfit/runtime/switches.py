@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from trainfit.core.errors import BadInput
+from trainfit.core.errors import BadInput, brief
 from trainfit.core.libraries import warn_of_newer
 from trainfit.core.plan_records import Plan, RuntimeSettings
 from trainfit.core.records import Applied, Change
@@ -310,6 +310,8 @@ def apply(settings: RuntimeSettings | Plan) -> Applied:
     """
     warn_of_newer()
     wanted = settings.runtime if isinstance(settings, Plan) else settings
+    if not isinstance(wanted, RuntimeSettings):
+        raise BadInput(f"the settings are {brief(repr(wanted))}", "give RuntimeSettings or a Plan")
     with ExitStack() as restore:
         asked = {name: getattr(wanted, name) for name in _SWITCHES}
         asked["empty_cache"] = asked["empty_cache"] or None  # False asks for nothing

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import URLError
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import init
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
@@ -77,17 +80,35 @@ def _on_values(initialise: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def pretrained_by_config() -> Iterator[None]:
-    """Have transformers' from_pretrained read configurations alone, and fetch no weights."""
+    """Have transformers' from_pretrained read configurations alone, and torch.hub fetch nothing."""
     imports = _Imports()
     sys.meta_path.insert(0, imports)
-    if _MODELS in sys.modules:
-        imports.replace(sys.modules[_MODELS])
+    imports.put(torch.hub, "urlopen", _unopened)
+    imports.put(nn.Module, "load_state_dict", _loaded)
+    for module in list(sys.modules.values()):
+        imports.look(module)
     try:
         yield
     finally:
         sys.meta_path.remove(imports)
-        for kind, plain in imports.replaced:
-            kind.from_pretrained = plain
+        for owner, name, plain in imports.replaced:
+            setattr(owner, name, plain)
+
+
+_FETCH, _LOAD = torch.hub.load_state_dict_from_url, nn.Module.load_state_dict
+
+
+def _unfetched(*_: Any, **_options: Any) -> dict[str, Any]:
+    """Stand in for weights of an address, as torchvision's are."""
+    return defaultdict(dict)
+
+
+def _unopened(*_: Any, **_options: Any) -> Any:
+    raise URLError("nothing is fetched for a plan")
+
+
+def _loaded(module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
+    return _LOAD(module, state, *args, **options) if state else _IncompatibleKeys([], [])
 
 
 class _Imports:
@@ -97,7 +118,7 @@ class _Imports:
     """
 
     def __init__(self) -> None:
-        self.replaced: list[tuple[Any, Any]] = []
+        self.replaced: list[tuple[Any, str, Any]] = []
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.startswith("torch."):  # leaving the modes imports some of them
@@ -110,16 +131,25 @@ class _Imports:
             def exec_module(module: Any) -> None:
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
                     execute(module)
-                if name == _MODELS:
-                    self.replace(module)
+                self.look(module)
 
             loader.exec_module = exec_module
         return spec
 
-    def replace(self, module: Any) -> None:
-        kind = module.PreTrainedModel
-        self.replaced.append((kind, vars(kind)["from_pretrained"]))
-        kind.from_pretrained = classmethod(_by_config)
+    def put(self, owner: Any, name: str, new: Any) -> None:
+        self.replaced.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, new)
+
+    def look(self, module: Any) -> None:
+        """Replace what a module has of functions that fetch weights."""
+        names: dict[str, Any] = getattr(module, "__dict__", {})
+        if names.get("__name__") == _MODELS:
+            self.put(module.PreTrainedModel, "from_pretrained", classmethod(_by_config))
+        for name in ("load_state_dict_from_url", "load_url"):
+            found = names.get(name)
+            if found is _FETCH or found is _unfetched:  # the latter where it was imported here
+                self.replaced.append((module, name, _FETCH))
+                setattr(module, name, _unfetched)
 
 
 def _by_config(kind: Any, place: Any, /, *_: Any, config: Any = None, **given: Any) -> Any:
