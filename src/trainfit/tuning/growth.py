@@ -296,14 +296,17 @@ def _by_line(found: Search) -> int:
     """Lower bound of the rows that fit, from the reserved memory of the probes.
 
     All that the last probe reserved beyond weights and state is taken to grow with the rows, which
-    overestimates. Where three probes lie on a line, that line is used instead.
+    overestimates. Where the last three probes lie on a line, that line is used instead.
     """
     probes, last = found.probes, found.probes[-1]
     fixed = probes[0].held  # of the fewest rows, since the batch itself is included
     each = (last.reserved - fixed) / last.rows
     if len(probes) >= 3:
-        lines = [law([(p.rows, p.reserved) for p in probes[at : at + 2]]) for at in (0, 1)]
-        if abs(lines[0][1] - lines[1][1]) <= _ALIKE * lines[1][1]:
+        pairs = list(itertools.pairwise(probes[-3:]))
+        lines = [law([(p.rows, p.reserved) for p in pair]) for pair in pairs]
+        grows = [law([(p.rows, p.allocated) for p in pair]) for pair in pairs]
+        # What few rows take may be the update's alone, whatever the allocator's pieces look like.
+        if all(abs(a[1] - b[1]) <= _ALIKE * b[1] for a, b in (lines, grows)):
             fixed, each = lines[1]
     top = found.asked.at_most if found.ran_out is None else found.ran_out - 1
     return min(top, max(last.rows, int((found.room() - fixed) / each))) if each > 0 else top
