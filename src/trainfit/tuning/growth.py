@@ -83,7 +83,7 @@ _TRUSTED = 0.1
 _ALIKE = 0.05
 """Largest relative difference of two slopes that count as one line."""
 _NEAR_BEST = 0.98
-_CLEAR = 0.96
+_CLEAR = 0.95
 """Share of the memory that the last probe may take, by the line through smaller ones."""
 
 
