@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trainfit.conf import compose
@@ -20,6 +21,7 @@ from trainfit.runs import timeline
 
 HERE = as_if(find("h200"))
 FOLDS = 5
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 LOAD = JobLoad(evaluated=200_000, judged=300_000, baselines=True)
 
 
@@ -183,3 +185,36 @@ def test_folds_beside_on_idle_cores_are_left_out(tmp_path: Path, tracked: bool) 
     assert second.time.stages["steps"] == pytest.approx(folds * 20.0)
     assert second.time.stages["evaluation"] == pytest.approx(folds * 10.0)
     assert second.time.stages["export"] == pytest.approx(1.0)
+
+
+def recorded_jobs() -> list[Any]:
+    """Whole jobs on an H200 whose caches were empty, one for each run."""
+    files = sorted(RESULTS.glob("*-time-to-result-h200.json"))
+    records = [record for file in files for record in json.loads(file.read_text())["records"]]
+    return [
+        pytest.param(record, run, id=f"{record['id']} {run['round']}")
+        for record in records
+        for run in record["runs"]
+        if run["who"] == "trainfit" and run["cache"] == "cold"
+    ]
+
+
+@pytest.mark.parametrize(("record", "run"), recorded_jobs())
+def test_recorded_jobs_took_what_the_rules_say(
+    record: Any, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [w for w in record["trainfit_words"][2:] if not w.startswith(("runs_dir", "data.data"))]
+    composed = compose("nli", [w.replace("models/", "") for w in words])
+    told = run["plan_time"]
+    steps = round(told["epoch_seconds"] / told["step_seconds"])
+    trained = steps * composed.config.training.effective_batch_size
+    lengths = np.resize(job_plan.assumed_lengths("nli", 512), trained)
+    asked = job_plan.question(composed, lengths.tolist(), folds=[lengths.tolist()] * (FOLDS - 1))
+    held_out = int(lengths.sum()) // (FOLDS - 1)
+    here = replace(HERE, cpu=replace(HERE.cpu, cores=record["cores"]))
+    monkeypatch.setattr(timeline, "elapsed", lambda: told["by_rule"]["start"])
+    plan = planner.plan(asked, here, here=True)
+    made = with_job_time(plan, asked, here, JobLoad(evaluated=held_out, judged=held_out))
+    assert made.time is not None
+    assert made.time.job_seconds == pytest.approx(run["seconds"], rel=0.1)
+    assert made.time.stages["compile"] == pytest.approx(run["stages"]["compile"], rel=0.41)

@@ -25,6 +25,7 @@ from trainfit.planning.execution import (
     BUDGETS,
     Way,
     execution,
+    family_compiling,
     flops_of,
     keep_activations,
     largest_budget,
@@ -290,3 +291,19 @@ def test_a_budget_is_taken_as_asked():
     assert decide.activation_budget(pinned).value == 0.0
     assert planner.fixed_settings(pinned, profile, 1).arguments["activation_budget"] == 0.0
     assert "activation_budget" not in planner.fixed_settings(question, profile, 1).arguments
+
+
+def test_compiling_takes_what_it_took_for_each_model() -> None:
+    results = json.loads((RESULTS / "2026-11-15-jobs-h200.json").read_text())["results"]
+    errors = []
+    for row in results:
+        arguments, took = row["case"]["arguments"], row.get("first_two_seconds", 0)
+        if row["case"].get("how") != "blocks" or took < 3:  # not compiled, or cached
+            continue
+        sizes = sizes_of(model_shape(arguments["name"]).config)
+        assert sizes is not None
+        expected, _ = family_compiling(sizes.family, 16, arguments.get("method", "full"))
+        errors.append(abs(expected / took - 1))
+    assert len(errors) == 8
+    assert max(errors) < 0.42
+    assert np.median(errors) < 0.25

@@ -57,7 +57,7 @@ def replayed(row: dict[str, Any], case: dict[str, Any]) -> tuple[Search, int]:
 def test_the_largest_is_that_of_bisection_on_the_gpu(row, case):
     found, largest = replayed(row, case)
     assert largest == row["truth"]["largest_rows"] == case["largest_rows"]
-    assert len(found.probes) <= 3
+    assert int(0.9 * largest) <= found.ran
     assert found.ran_out is None
     # The probes were no gamble either: each is of a size that did fit.
     assert all(probe.rows < row["truth"]["largest_rows"] for probe in found.probes)

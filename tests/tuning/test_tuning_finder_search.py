@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainfit.core.errors import RunFailed
@@ -89,7 +89,8 @@ class Gpu:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(middle) else (low, middle)
-        return low
+        # A few rows more may fit again, where their pieces fit each other by chance.
+        return max(filter(self.fits, range(low, int(1.1 * low) + 2)), default=0)
 
 
 def predictor(made: Made, capacity: int):
@@ -136,6 +137,22 @@ def steps() -> st.SearchStrategy[Made]:
     )
 
 
+# With 3% less in each piece, the cache given back makes room for 62 rows; in truth, for not one.
+HARDLY_FITS = Made(
+    held=(524288,),
+    kept=(1572864, 4979045, 1572864, 4979045, 1572864),
+    borrowed=(4856563, 4856563, 4856563, 4856563, 10939199),
+    fixed=0,
+)
+# Every second number of rows fits its pieces without a gap.
+JUMPS = Made(
+    held=(524288,),
+    kept=(5235113, 5235113, 5235113),
+    borrowed=(5227230, 5227230, 5242880),
+    fixed=0,
+)
+
+
 def near(found: int, truth: int) -> bool:
     return abs(found - truth) <= max(1, 0.05 * truth)
 
@@ -156,16 +173,19 @@ def looked_for(made: Made, rows: int, wrong: float) -> tuple[Search, int, Gpu]:
 
 
 @given(made=steps(), rows=st.integers(8, 200), wrong=st.floats(-0.04, 0.04) | st.just(0.0))
+@example(made=HARDLY_FITS, rows=62, wrong=-0.03125)
+@example(made=JUMPS, rows=150, wrong=0.0)
 @settings(max_examples=100)
 def test_a_prediction_that_is_a_little_wrong_is_put_right_and_nothing_runs_out(made, rows, wrong):
     found, largest, gpu = looked_for(made, rows, wrong)
     truth = gpu.true_maximum()
-    assert found.ran_out is None
-    assert len(gpu.runs) <= 3
+    assert len(gpu.runs) <= 4
     # Where the allocator lives off its pieces, a few bytes decide: those are the wider bounds.
     assert 0.85 * truth - 1 <= largest <= 1.1 * truth + 1
-    assert gpu.fits(max(1, int(0.9 * largest)))
-    assert all(run < max(0.97 * truth, 30) for run in gpu.runs)
+    assert found.ran >= max(1, int(0.9 * largest))
+    # The fourth probe alone may run out: it is of the size that is about to be recommended.
+    assert found.ran_out is None or found.ran_out == gpu.runs[3] > largest
+    assert all(run < max(0.97 * truth, 30) for run in gpu.runs[:3])
 
 
 def test_most_answers_are_within_five_percent_of_the_truth():
@@ -186,16 +206,26 @@ def test_most_answers_are_within_five_percent_of_the_truth():
     assert right >= 148
 
 
+# Few rows take what the update takes: they lie on a line by the allocator's pieces alone.
+LARGE_UPDATE = Made(
+    held=(524288,),
+    kept=(1572864.0, 1572864.0, 1572864.0),
+    borrowed=(1572864.0, 1572864.0, 5242880.0),
+    fixed=44040193,
+)
+
+
 @given(made=steps(), rows=st.integers(1, 300))
+@example(made=LARGE_UPDATE, rows=1)
 @settings(max_examples=60)
 def test_without_a_prediction_small_probes_keep_below_the_maximum(made, rows):
     capacity = max(2 * GIB, int(1.2 * replay(made.events(rows)).peak_reserved))
     gpu = Gpu(made, capacity)
     found = Search(room=lambda: capacity, asked=RowRange(), predict=None, measure=gpu.measure)
     largest = search(found)
-    assert found.ran_out is None
-    assert len(gpu.runs) <= 3
-    assert 1 <= largest <= 1.25 * gpu.true_maximum() + 1
+    assert len(gpu.runs) <= 4
+    assert 1 <= largest <= 1.1 * gpu.true_maximum() + 1
+    assert found.ran >= max(1, int(0.9 * largest))
 
 
 def test_a_prediction_that_is_far_off_is_not_confirmed_near_the_limit():
@@ -212,8 +242,8 @@ def test_a_prediction_that_is_far_off_is_not_confirmed_near_the_limit():
     largest = search(found)
     truth = gpu.true_maximum()
     assert found.ran_out is None
-    assert not found.confirmed
-    assert max(gpu.runs) <= 0.6 * truth
+    assert max(gpu.runs[:3]) <= 0.6 * truth
+    assert gpu.runs[3:] == [int(0.9 * largest)]
     assert near(largest, truth)
 
 
@@ -260,8 +290,35 @@ def test_a_probe_that_runs_out_after_all_bounds_the_answer():
     )
     largest = search(found)
     assert found.ran_out is not None
-    assert largest < found.ran_out
-    assert not found.confirmed
+    assert int(0.9 * largest) <= found.ran <= 60
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+def test_nothing_is_answered_where_nothing_ran(predicted):
+    made = Made(held=(100 * MIB,), kept=(10.0 * MIB,) * 4, borrowed=(4.0 * MIB,) * 4, fixed=0)
+    found = Search(
+        room=lambda: GIB,
+        asked=RowRange(),
+        predict=predictor(made, GIB) if predicted else None,
+        measure=lambda _rows: None,
+    )
+    with pytest.raises(RunFailed, match="1 row does not fit: it takes more and "):
+        search(found)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 1.0])
+def test_what_is_recommended_ran_for_any_margin(share):
+    made = Made(held=(100 * MIB,), kept=(10.0 * MIB,) * 4, borrowed=(4.0 * MIB,) * 4, fixed=0)
+    gpu, asked = Gpu(made, 8 * GIB), RowRange(share=share)
+    found = Search(
+        room=lambda: 8 * GIB,
+        asked=asked,
+        predict=predictor(made, 8 * GIB),
+        measure=gpu.measure,
+    )
+    largest = search(found)
+    assert asked.recommended(largest) <= found.ran <= gpu.true_maximum()
+    assert near(largest, gpu.true_maximum())
 
 
 def test_a_step_that_does_not_fit_at_all_is_said_in_one_line():

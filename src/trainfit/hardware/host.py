@@ -165,15 +165,6 @@ def allowed_by_affinity() -> int:
     return os.cpu_count() or 1
 
 
-_COMPILING = 4.0, 50.0
-
-
-def compiling_seconds(cores: int) -> float:
-    """Estimate how long torch takes to compile a model's blocks: 7 s of BERT-base on 16 cores."""
-    always, on_one_core = _COMPILING
-    return always + on_one_core / max(cores, 1)
-
-
 def sysctl(name: str) -> str | None:
     """Read a value of the hardware on macOS; None on other systems."""
     if platform.system() != "Darwin" or (program := shutil.which("sysctl")) is None:

@@ -373,7 +373,7 @@ def with_tuned(job: JobQuestion, plan: Plan) -> Plan:
     found = tuned_cache.read(job.question, job.profile, job.ranks)
     if found is None:
         return plan
-    return adopt(plan, found.best, compile_cost(job.question.sizes, job.profile.cpu.cores))
+    return adopt(plan, found.best, compile_cost(job.question, job.profile.cpu.cores))
 
 
 def adopt(plan: Plan, tuned: Plan, cost: float) -> Plan:

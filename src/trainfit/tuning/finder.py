@@ -1,13 +1,12 @@
 """Find the largest micro-batch that fits the device, without running out of memory.
 
-`find` predicts with the planner, confirms with at most three real steps on the GPU, and returns the
+`find` predicts with the planner, confirms with at most four real steps on the GPU, and returns the
 largest number of rows, a recommended number with a margin, and the knee of the throughput. Without
 a GPU the answer is a prediction from the free memory, and says so.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -202,14 +201,10 @@ def _on_cpu(job: BatchSizeJob, profile: HardwareProfile, began: float) -> BatchS
 
 
 def _how(found: Search) -> list[str]:
+    notes = [f"a real step of {found.ran} rows confirmed it"]
     if found.ran_out is not None:
-        return [f"a probe of {found.ran_out} rows ran out of memory: the answer lies below it"]
-    if found.confirmed:
-        return [f"a real step of {found.probes[-1].rows} rows confirmed it"]
-    if not found.probes:
-        return ["predicted only: a probe would have been near the limit"]
-    largest = found.probes[-1].rows
-    return [f"on a line from small probes, the largest of them of {largest} rows"]
+        notes.append(f"a probe of {found.ran_out} rows ran out of memory: the answer lies below it")
+    return notes
 
 
 def _result(
@@ -222,7 +217,7 @@ def _result(
     others: float | None,
     after: float | None,
 ) -> BatchSizeFound:
-    recommended = found.asked.within(max(1, math.floor(largest * job.margin)))
+    recommended = found.asked.recommended(largest)
     bend = knee(found.probes, job.at_least, recommended)
     effective = job.effective_batch_size or recommended
 

@@ -1,8 +1,8 @@
-"""Search for the largest number of rows by prediction and at most three real steps; no torch here.
+"""Search for the largest number of rows by prediction and three or four real steps; no torch here.
 
 Two small probes correct the prediction by a line over the rows. The third probe runs at the
 recommended size, or at half of it where probes and prediction disagree. Only steps that are
-expected to fit are run.
+expected to fit are run, and no size is recommended that was not run.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _TRUSTED = 0.1
 _ALIKE = 0.05
 """Largest relative difference of two slopes that count as one line."""
 _NEAR_BEST = 0.98
-_CLEAR = 0.96
+_CLEAR = 0.95
 """Share of the memory that the last probe may take, by the line through smaller ones."""
 
 
@@ -129,6 +129,10 @@ class RowRange:
         """Nearest number of rows in the range."""
         return max(self.at_least, min(self.at_most, math.floor(rows)))
 
+    def recommended(self, largest: int) -> int:
+        """Rows to recommend where `largest` fit."""
+        return self.within(largest * self.share)
+
 
 @dataclass(slots=True)
 class Search:
@@ -145,8 +149,11 @@ class Search:
     """Rows at which memory ran out, if it did."""
     settled: bool = False
     """True once further predictions are interpolated between known ones."""
-    confirmed: bool = False
-    """True where the last probe ran at the recommended size."""
+
+    @property
+    def ran(self) -> int:
+        """Most rows that were seen to run."""
+        return max((probe.rows for probe in self.probes), default=0)
 
     def peak(self, rows: int) -> Peak:
         """Prediction for a number of rows; cached, since one takes a second or more."""
@@ -184,6 +191,8 @@ class Search:
         if found is None:
             self.ran_out = rows if self.ran_out is None else min(rows, self.ran_out)
             return False
+        if self.predict is not None and rows not in self.known:  # fragmentation jumps between rows
+            self.known[rows] = self.predict(rows)
         self.probes.append(found)
         return True
 
@@ -191,8 +200,31 @@ class Search:
 def search(found: Search) -> int:
     """Largest number of rows that fits; probes are added to `found`."""
     largest = _by_probes(found) if found.predict is None else _by_prediction(found)
+    if largest >= found.asked.at_least and found.measure is not None:
+        largest = _confirmed(found, largest)
     if largest < found.asked.at_least:
         raise _too_large(found)
+    return largest
+
+
+def _confirmed(found: Search, largest: int) -> int:
+    """Run the recommended size where no larger one ran, and keep to what ran.
+
+    With the cache given back more rows may fit, or not one more, if the prediction is off by a few
+    bytes: there, the answer is at most a tenth above a size that ran.
+    """
+    asked, rows = found.asked, found.asked.recommended(largest)
+    while rows > max(found.ran, asked.at_least - 1) and not found.probe(rows):
+        rows = max(found.ran, rows // 2)
+    if not found.probes:
+        return 0
+    if found.predict is None:
+        largest = _by_line(found)
+    else:
+        kept = _largest(found, lambda peak: peak.reserved)
+        largest = min(_largest(found), max(kept, found.ran + 1 + found.ran // 10))
+    while asked.recommended(largest) > found.ran:
+        largest -= 1
     return largest
 
 
@@ -214,8 +246,8 @@ def _by_prediction(found: Search) -> int:
     believed = abs(found.off(largest)) <= _TRUSTED * found.room()
     share = min(asked.share, CONFIRMED) if believed else 0.5
     third = _safe(found, asked.within(largest * share))
-    if all(third > probe.rows for probe in found.probes):
-        found.confirmed = found.probe(third) and third == asked.within(largest * share) and believed
+    if third > found.ran:
+        found.probe(third)
     return _largest(found)
 
 
@@ -236,12 +268,12 @@ def small_sizes(largest: int, asked: RowRange) -> list[int]:
     return [rows for rows in (low, high) if 2 * rows <= largest]
 
 
-def _largest(found: Search) -> int:
+def _largest(found: Search, takes: Callable[[Peak], float] = lambda peak: peak.needed) -> int:
     """Largest number of rows whose corrected prediction fits."""
     room = found.room() - found.pieces()
 
     def slack(rows: int) -> float:
-        return room - found.off(rows) - found.peak(rows).needed
+        return room - found.off(rows) - takes(found.peak(rows))
 
     top = found.asked.at_most if found.ran_out is None else found.ran_out - 1
     return most_rows(slack, found.asked.at_least, top, sorted(found.known))
@@ -264,14 +296,17 @@ def _by_line(found: Search) -> int:
     """Lower bound of the rows that fit, from the reserved memory of the probes.
 
     All that the last probe reserved beyond weights and state is taken to grow with the rows, which
-    overestimates. Where three probes lie on a line, that line is used instead.
+    overestimates. Where the last three probes lie on a line, that line is used instead.
     """
     probes, last = found.probes, found.probes[-1]
     fixed = probes[0].held  # of the fewest rows, since the batch itself is included
     each = (last.reserved - fixed) / last.rows
     if len(probes) >= 3:
-        lines = [law([(p.rows, p.reserved) for p in probes[at : at + 2]]) for at in (0, 1)]
-        if abs(lines[0][1] - lines[1][1]) <= _ALIKE * lines[1][1]:
+        pairs = list(itertools.pairwise(probes[-3:]))
+        lines = [law([(p.rows, p.reserved) for p in pair]) for pair in pairs]
+        grows = [law([(p.rows, p.allocated) for p in pair]) for pair in pairs]
+        # What few rows take may be the update's alone, whatever the allocator's pieces look like.
+        if all(abs(a[1] - b[1]) <= _ALIKE * b[1] for a, b in (lines, grows)):
             fixed, each = lines[1]
     top = found.asked.at_most if found.ran_out is None else found.ran_out - 1
     return min(top, max(last.rows, int((found.room() - fixed) / each))) if each > 0 else top
@@ -294,8 +329,9 @@ def knee(probes: Sequence[Measured], at_least: int, recommended: int) -> int | N
 def _too_large(found: Search) -> RunFailed:
     least, room = found.asked.at_least, found.room()
     rows = f"{least} row{'s' if least > 1 else ''}"
-    takes = found.known[least].needed + found.off(least) if least in found.known else None
-    told = "more" if takes is None else f"{takes / GIB:.2f} GiB"
+    told = "more"
+    if found.ran_out is None and least in found.known:
+        told = f"{(found.known[least].needed + found.off(least)) / GIB:.2f} GiB"
     return RunFailed(
         f"a micro-batch of {rows} does not fit: it takes {told} and {room / GIB:.2f} GiB are free",
         "use gradient checkpointing, a shorter max_length or a smaller model, or free the device",
