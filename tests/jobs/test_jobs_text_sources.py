@@ -136,6 +136,12 @@ def test_columns_of_0_and_1_are_labels_like_lists_of_their_names(tmp_path: Path)
         assert (found.texts, found.labels) == (wanted.texts, wanted.labels)
     with pytest.raises(BadInput, match="has no column insult"):
         settled(f"data.train={tmp_path / 'a.csv'}", "data.label_column=toxic+insult")
+    with_plus = table.rename(columns={"toxic": "a+b", "obscene": "a", "threat": "b"})
+    with_plus.to_csv(tmp_path / "b.csv", index=False)
+    data, _ = settled(f"data.train={tmp_path / 'b.csv'}", "data.label_column='a+b'")
+    kind = infer_labels(tmp_path / "b.csv", columns_of(data), "auto")
+    [found] = read_chunks(tmp_path / "b.csv", columns_of(data), kind=kind)
+    assert found.labels == [str(int("toxic" in labels)) for labels in wanted.labels]
     table.loc[7, "toxic"] = -1
     table.to_csv(tmp_path / "a.csv", index=False)
     with pytest.raises(BadInput, match="row 8, column toxic: the value is neither 0 nor 1"):

@@ -75,10 +75,14 @@ def columns_of(data: TextFilesData) -> Columns:
     """Columns of texts and labels, by name or by the header of the training file."""
     found = _find_columns(data)
     *texts, label = found.values()
+    marks: list[str] = []
+    if "+" in label and data.train is not None:
+        marks = flat([label], column_names(Path(data.train), _kinds(data)))
     return Columns(
         text=texts[0],
         second=texts[1] if len(texts) > 1 else None,
         label=label,
+        marks=tuple(marks if len(marks) > 1 else ()),
         group=data.group_column,
         tagged=isinstance(data, TokensData),
         split=None if data.split_column == AUTO else data.split_column,
@@ -147,7 +151,7 @@ def _settled(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[s
             continue
         if split == "validation" and folds:
             notes.append(f"{file.name} is left out: cv.folds takes the validation data")
-        elif not _has_labels(file, labels, _kinds(data)):
+        elif not _has_labels(file, columns_of(found)):
             where = shown_name(labels)
             notes.append(f"{file.name} is left out: it has no labels in the column {where}")
         else:
@@ -200,12 +204,12 @@ def _split_rows(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, lis
     return replace(data, split_column=column, **files), [note]
 
 
-def _has_labels(path: Path, column: str, kinds: Kinds) -> bool:
+def _has_labels(path: Path, columns: Columns) -> bool:
     """Tell a labelled split from one whose labels are kept secret, as for a competition."""
-    names = flat([column])
-    if not set(names) <= set(column_names(path, kinds)):
+    names = columns.labels
+    if not set(names) <= set(column_names(path, columns.kinds)):
         return False
-    rows = islice(read_rows(path, names, kinds), _FIRST)
+    rows = islice(read_rows(path, names, columns.kinds), _FIRST)
     values = (value for _, row in rows for value in row.values())
     each = (one for value in values for one in (value if isinstance(value, list) else [value]))
     return any(not is_blank(one) and str(one) not in STAND_INS for one in each)
