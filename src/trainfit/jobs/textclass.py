@@ -22,6 +22,7 @@ from trainfit.data.labels import (
     class_order,
     count_classes,
     one_class,
+    shown,
     strata_of,
 )
 from trainfit.data.row_files import check_file
@@ -196,10 +197,23 @@ def load_text_files(
         name: None if one is None else _same_classes(one, classes) for name, one in others.items()
     }
     datasets = text_datasets(_same_classes(base, classes), classes, **parts, **shares)
+    _tell_alike(classes)
     _tell_repeated(datasets[0], tokenizer.unk_token_id)
     if not tagged:
         _tell_unmeasured(datasets[0], classes)
     return datasets
+
+
+def _tell_alike(classes: Sequence[str]) -> None:
+    """Warn of classes whose names differ in capitals or spaces alone."""
+    alike: dict[str, list[str]] = {}
+    for name in classes:
+        alike.setdefault("".join(name.casefold().split()), []).append(name)
+    said = [" and ".join(map(shown, names)) for names in alike.values() if len(names) > 1]
+    if said:
+        some = ", ".join(said[:5]) + (" …" if len(said) > 5 else "")
+        what = f"classes of their own: {some}; write them alike where they mean the same"
+        warnings.warn(what, TrainfitWarning, stacklevel=3)
 
 
 def _tell_unmeasured(data: Dataset, classes: Sequence[str]) -> None:
