@@ -30,6 +30,7 @@ from trainfit.data.labels import (
     one_class,
     read_label,
     read_name,
+    written_number,
 )
 from trainfit.data.row_files import (
     KINDS,
@@ -282,7 +283,11 @@ def infer_labels(path: Path, columns: Columns, asked: Target | Literal["auto"]) 
     rows = islice(read_rows(check_file(path), columns.names), _TELLING)
     labels = [columns.label_of(row, f"{path}: row {number}") for number, row in rows]
     known = [label for label in labels if not is_missing(label)]
-    kind = infer_kind(known, asked, comma=has_decimal_commas(path))
+    comma = has_decimal_commas(path)
+    if asked in ("auto", "regression") and (one := written_number(known, comma)):
+        fix = "write each number plainly, such as 1050.5, or set data.target=single or multi"
+        raise BadInput(f"{path}, column {columns.label}, has numbers such as {one}", fix)
+    kind = infer_kind(known, asked, comma=comma)
     if kind.target == "single" and len(labels) < _TELLING and len(set(map(str, known))) == 1:
         raise one_class(read_name(known[0], f"{path}, column {columns.label}"))
     return kind
