@@ -287,8 +287,12 @@ def test_one_command_trains_on_a_table_of_reviews_and_answers(
     assert config["origins"]["data.label_column"] == "found"
     assert run(["predict", str(folder), str(path)]) == 0
     out, err = capsys.readouterr()
-    assert len(json.loads(out)) == len(ROWS)
+    answers = json.loads(out)
+    assert len(answers) == len(ROWS)
     assert "or more" not in err
+    pd.read_csv(path, sep="|").assign(text="elm elm").to_json(tmp_path / "a.json", orient="records")
+    assert run(["predict", str(folder), str(tmp_path / "a.json")]) == 0  # review, as in training
+    assert json.loads(capsys.readouterr().out) == answers
     texts = ["", "fir " * 50, " ", "elm"]
     assert (
         run(["predict", str(folder), *(word for text in texts for word in ("--text", text))]) == 0

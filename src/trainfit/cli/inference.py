@@ -127,7 +127,7 @@ def predict(
         _give(own_steps.predict(run, place, items), output, form)
         return
     if path is not None:
-        found, numbers = read_table(path, columns)
+        found, numbers = read_table(path, columns, facts.get("columns"))
     else:
         given = {"text": texts, "second": seconds} if seconds else {"text": texts}
         asked = enumerate(zip(*given.values(), strict=True), 1)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from trainfit.conf import Composed, TextFilesConfig
-from trainfit.conf.schema import PairsData, TokensData
+from trainfit.conf.schema import PairsData, TextFilesData, TokensData
 from trainfit.core.errors import BadInput, TrainfitWarning
+from trainfit.data.columnar import shown_name
 from trainfit.data.folds import Shares, check_apart, hold_out, keep_rare, make_folds
 from trainfit.data.labels import (
     LabelKind,
@@ -72,8 +73,19 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
         baselines=partial(
             text_arrays, datasets, config.seed, special=chosen.tokenizer.all_special_ids
         ),
-        use={"pairs": True} if isinstance(config.data, PairsData) else {},
+        use=_use(config.data),
     )
+
+
+def _use(data: TextFilesData) -> dict[str, Any]:
+    """Describe the texts for `predict`: are there pairs, and in which columns do they stand?"""
+    use: dict[str, Any] = {"pairs": True} if isinstance(data, PairsData) else {}
+    if data.train is None or isinstance(data, TokensData):
+        return use
+    columns = columns_of(data)
+    named = {"text": columns.text, "second": columns.second}
+    known = {role: name for role, name in named.items() if name and shown_name(name) == name}
+    return use | {"columns": known}
 
 
 def training_texts(config: TextFilesConfig) -> Callable[[], Iterator[str]]:
