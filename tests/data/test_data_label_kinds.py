@@ -191,6 +191,14 @@ def test_what_is_no_number_is_refused_and_not_shown(value: Any):
     assert "private" not in str(caught.value)
 
 
+def test_ids_of_many_digits_are_classes_of_their_own(tmp_path: Path):
+    ids = [str(2**53 + n % 3) for n in range(12)]
+    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"words,{one}\n" for one in ids))
+    kind = infer_labels(tmp_path / "a.csv", Columns(), "auto")
+    [chunk] = read_chunks(tmp_path / "a.csv", Columns(), kind=kind)
+    assert chunk.labels == ids
+
+
 def test_lists_are_the_same_from_jsonl_and_parquet(tmp_path: Path):
     labels = [["a", "b"], [], ["c"]]
     rows = [{"text": f"t {n}", "label": label} for n, label in enumerate(labels)]

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,11 +100,9 @@ def infer_kind(
 
 
 def written_number(known: Sequence[Any], comma: bool) -> str | None:
-    """Find a number as people write it, such as 1,050 or 12%, where all labels are numbers.
-
-    In a file with decimal commas 1.050 is one where other numbers have no point.
-    """
+    """Find a number as people write it, such as 1,050 or 12%, where all labels are numbers."""
     texts = [value.strip() for value in known if isinstance(value, str)]
+    # In a file with decimal commas 1.050 is such a number, unless all others have a point too.
     odd = [t for t in texts if as_number(t, comma=comma) is None or (comma and "." in t)]
     if len(texts) < len(known) or not all(map(_WRITTEN.fullmatch, odd)):
         return None
@@ -244,8 +243,9 @@ def read_label(value: Any, kind: LabelKind, place: str) -> Label:
     if isinstance(value, list) and len(value) == 1 and kind.target != "multi":
         [value] = value
     if kind.target == "single":
-        number = as_number(value) if kind.whole and isinstance(value, str) else None
-        name = read_name(value if number is None else number, place)
+        if kind.whole and isinstance(value, str) and (number := as_number(value)) is not None:
+            value = int(Decimal(value)) if number.is_integer() else number  # 17 digits are no float
+        name = read_name(value, place)
         return name.lower() if kind.whole else name
     if kind.target == "multi":
         parts = value if isinstance(value, list) else [] if is_missing(value) else [value]
