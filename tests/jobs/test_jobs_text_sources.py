@@ -172,8 +172,9 @@ def test_a_column_tells_the_splits(tmp_path: Path):
         expected = [n + 1 for n in range(50) if n % 5 in number]
         assert part.rows is not None
         assert part.rows.tolist() == expected
-    folded, _ = settled(f"data.train={path}", "cv.folds=2")
+    folded, notes = settled(f"data.train={path}", "cv.folds=2")
     assert (folded.validation, folded.test) == (None, str(path))
+    assert any("; cv.folds leaves out the 10 of validation" in note for note in notes)
     whole, _ = settled(f"data.train={path}", "data.split_column=null")
     assert (whole.split_column, whole.test) == (None, None)
     values = ["train", "test", "unused", None, "train"]

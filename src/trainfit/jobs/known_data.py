@@ -73,18 +73,17 @@ def settle_sources(composed: Composed) -> Composed:
 
 def columns_of(data: TextFilesData) -> Columns:
     """Columns of texts and labels, by name or by the header of the training file."""
-    found = _find_columns(data)
-    *texts, label = found.values()
-    marks: list[str] = []
-    if "+" in label and data.train is not None:
-        marks = flat([label], column_names(Path(data.train), _kinds(data)))
+    *texts, label = _find_columns(data).values()
+    tagged = isinstance(data, TokensData)
+    read = "+" in label and data.train is not None and not tagged
+    marks = flat([label], column_names(Path(str(data.train))) if read else [label])
     return Columns(
         text=texts[0],
         second=texts[1] if len(texts) > 1 else None,
         label=label,
-        marks=tuple(marks if len(marks) > 1 else ()),
+        marks=tuple(marks) if len(marks) > 1 else (),
         group=data.group_column,
-        tagged=isinstance(data, TokensData),
+        tagged=tagged,
         split=None if data.split_column == AUTO else data.split_column,
     )
 
@@ -175,7 +174,7 @@ def _unused(folder: Path, data: TextFilesData, known: Iterable[Path]) -> list[st
     """Name the tables of a folder, such as validation_matched, that no split is taken from."""
     used = {data.train, data.validation, data.test, *map(str, known)}
     others = [one.name for one in _tables(folder, _kinds(data)) if str(one) not in used]
-    some = ", ".join(others[:5]) + (" …" if len(others) > 5 else "")
+    some = ", ".join(others[:5]) + " …" * (len(others) > 5)
     return [f"not used: {some} (data.validation or data.test names one)"] if others else []
 
 
@@ -201,6 +200,8 @@ def _split_rows(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, lis
     files: dict[str, Any] = {part: data.train for part in used if getattr(data, part) is None}
     note = f"the column {column} says which rows are of {', '.join(used)}"
     note += f"; {other:,} have other values, and are left out" if other else ""
+    left = parts["validation"] if folds else 0
+    note += f"; cv.folds leaves out the {left:,} of validation" if left else ""
     return replace(data, split_column=column, **files), [note]
 
 
@@ -234,9 +235,7 @@ def find_splits(path: Path, chosen: str | None = None, kinds: Kinds = KINDS) -> 
     found = {split: list(_places(path, names, kinds)) for split, names in SPLITS.items()}
     for split, places in found.items():
         if len(places) > 1 and _PART.search(places[0].stem):
-            fix = (
-                "join them: datasets.load_dataset(folder).save_to_disk(another), and give that one"
-            )
+            fix = "join them: datasets.load_dataset(folder).save_to_disk(another), and give that"
             raise BadInput(f"{path} holds {split} in {len(places)} files", fix)
         if len(places) > 1:
             both = f"{places[0].name} and {places[1].name}"
