@@ -115,33 +115,27 @@ def _check_size(size: int, most: int) -> None:
 
 
 def _rows_at_once(name: str, metadata: Any, columns: list[str]) -> int:
-    """Rows to read at a time, by their longest values, which a file may store once and repeat."""
+    """Rows to read at a time, where a file may store a long value once and repeat it."""
     from pyarrow import parquet
 
-    every = [metadata.schema.column(at).path for at in range(metadata.num_columns)]
-    total, longest = 0, 1
+    every, total = [metadata.schema.column(at).path for at in range(metadata.num_columns)], 1
     with parquet.ParquetFile(name, buffer_size=1 << 20, read_dictionary=every) as file:
         for batch in file.iter_batches(columns=columns):
-            for column in batch.columns:
-                held, most = _written_out(column)
-                total, longest = total + held, max(longest, most)
-                _check_size(total, _WRITTEN_OUT)
-    return max(1, _AT_ONCE // longest)
+            total += sum(map(_written_out, batch.columns))
+            _check_size(total, _WRITTEN_OUT)
+    return max(1, _AT_ONCE * metadata.num_rows // total)
 
 
-def _written_out(values: Any) -> tuple[int, int]:
-    """Bytes of these values, and most of one, which a dictionary may hold once for all."""
+def _written_out(values: Any) -> int:
+    """Bytes of these values, each counted as often as a dictionary is asked for it."""
     from pyarrow import compute, types
 
-    items = 1
-    while hasattr(values, "flatten") and not types.is_struct(values.type):
-        sizes = compute.list_value_length(values)
-        items, values = items * (compute.max(sizes).as_py() or 0), values.flatten()
-    if types.is_dictionary(values.type):
-        lengths = compute.binary_length(values.dictionary).take(values.indices)
-    else:
-        return 8 * len(values), 8 * items
-    return compute.sum(lengths).as_py() or 0, items * (compute.max(lengths).as_py() or 0)
+    while hasattr(values, "flatten") and not types.is_struct(values.type):  # lists
+        values = values.flatten()
+    if not types.is_dictionary(values.type):
+        return 8 * len(values)
+    lengths = compute.binary_length(values.dictionary).take(values.indices)
+    return compute.sum(lengths).as_py() or 0
 
 
 def _arrow(name: str, columns: list[str], size: int) -> Iterator[dict[str, Any]]:

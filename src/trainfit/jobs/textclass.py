@@ -14,7 +14,7 @@ import numpy as np
 
 from trainfit.conf import Composed, TextFilesConfig
 from trainfit.conf.schema import PairsData, TextFilesData, TokensData
-from trainfit.core.errors import BadInput, TrainfitWarning
+from trainfit.core.errors import BadInput, TrainfitWarning, brief
 from trainfit.data.columnar import shown_name
 from trainfit.data.folds import Shares, check_apart, hold_out, keep_rare, make_folds
 from trainfit.data.labels import (
@@ -80,12 +80,10 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
 def _use(data: TextFilesData) -> dict[str, Any]:
     """Describe the texts for `predict`: are there pairs, and in which columns do they stand?"""
     use: dict[str, Any] = {"pairs": True} if isinstance(data, PairsData) else {}
-    if data.train is None or isinstance(data, TokensData):
-        return use
-    columns = columns_of(data)
-    named = {"text": columns.text, "second": columns.second}
-    known = {role: name for role, name in named.items() if name and shown_name(name) == name}
-    return use | {"columns": known}
+    if data.train is not None and not isinstance(data, TokensData):
+        names = zip(("text", "second"), columns_of(data).texts, strict=False)
+        use["columns"] = {role: name for role, name in names if shown_name(name) == name}
+    return use
 
 
 def training_texts(config: TextFilesConfig) -> Callable[[], Iterator[str]]:
@@ -220,12 +218,10 @@ def _tell_alike(classes: Sequence[str]) -> None:
     """Warn of classes whose names differ in capitals or spaces alone."""
     alike: dict[str, list[str]] = {}
     for name in classes:
-        alike.setdefault("".join(name.casefold().split()), []).append(name)
-    said = [" and ".join(map(shown, names)) for names in alike.values() if len(names) > 1]
-    if said:
-        some = ", ".join(said[:5]) + (" …" if len(said) > 5 else "")
-        what = f"classes of their own: {some}; write them alike where they mean the same"
-        warnings.warn(what, TrainfitWarning, stacklevel=3)
+        alike.setdefault("".join(name.casefold().split()), []).append(shown(name))
+    if said := [" and ".join(names) for names in alike.values() if len(names) > 1]:
+        what = f"classes of their own: {brief(', '.join(said))}; write them alike where they mean"
+        warnings.warn(f"{what} the same", TrainfitWarning, stacklevel=3)
 
 
 def _tell_unmeasured(data: Dataset, classes: Sequence[str]) -> None:
