@@ -123,7 +123,7 @@ def _rows_at_once(name: str, metadata: Any, columns: list[str]) -> int:
         for batch in file.iter_batches(columns=columns):
             total += sum(map(_written_out, batch.columns))
             _check_size(total, _WRITTEN_OUT)
-    return max(1, _AT_ONCE * metadata.num_rows // total)
+    return max(1, _AT_ONCE * int(metadata.num_rows) // total)
 
 
 def _written_out(values: Any) -> int:
@@ -135,7 +135,7 @@ def _written_out(values: Any) -> int:
     if not types.is_dictionary(values.type):
         return 8 * len(values)
     lengths = compute.binary_length(values.dictionary).take(values.indices)
-    return compute.sum(lengths).as_py() or 0
+    return int(compute.sum(lengths).as_py() or 0)
 
 
 def _arrow(name: str, columns: list[str], size: int) -> Iterator[dict[str, Any]]:
