@@ -145,3 +145,10 @@ def test_every_key_still_takes_what_is_shipped():
         values = compose(task).values()
         again = compose(task, [as_word(key, values[key]) for key in keys(task)])
         assert again.values() == values
+
+
+def test_a_value_with_spaces_is_answered_with_its_quotes():
+    with pytest.raises(BadInput, match="cannot read the override") as caught:
+        parse_word("data.text_column=My text (raw)")
+    meant = caught.value.fix.removeprefix('write it as "').removesuffix('"')
+    assert parse_word(meant).value() == "My text (raw)"

@@ -102,6 +102,19 @@ def test_a_table_is_read_in_any_dialect(tmp_path: Path, dialect: str, ending: st
     assert rows == ROWS
 
 
+@pytest.mark.parametrize("mark", [",", ";"])
+def test_a_space_may_stand_between_a_separator_and_a_quote(tmp_path: Path, mark: str):
+    path = tmp_path / "a.csv"
+    path.write_text(f'id{mark} "text"{mark} label\n1{mark} "one{mark} two"{mark} "a"\n')
+    assert column_names(path) == ["id", "text", "label"]
+    assert list(read_rows(path, ["text", "label"])) == [
+        (1, {"text": f"one{mark} two", "label": "a"})
+    ]
+    path.write_text(f'"text" {mark} label\n1{mark}a\n')
+    with pytest.raises(BadInput, match="the header cannot be read"):
+        list(read_rows(path, ["text"]))
+
+
 def test_quotes_between_tabs_may_stand_as_they_are(tmp_path: Path):
     path = tmp_path / "a.tsv"
     path.write_text('label\ttext\n1\t"Hello," she said.\n0\t"No\n1\tno"\n0\t"a ""b"" c"\n1\t"\n')

@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import re
 import sys
 import time
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -70,9 +72,26 @@ def test_a_small_parquet_file_with_gigabytes_inside_is_refused_unread(tmp_path: 
     pq.write_table(pages, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
     assert (tmp_path / "a.parquet").stat().st_size < 1 << 20
     begun = time.monotonic()
-    assert "is damaged" in refused(lambda: read_chunks(tmp_path / "a.parquet", Columns()))
+    said = refused(lambda: read_chunks(tmp_path / "a.parquet", Columns()))
+    assert "holds 0.6 GiB or more in a small file" in said
     assert time.monotonic() - begun < 60  # reading it takes minutes
     assert len(list(read_texts(tmp_path / "a.parquet", "label"))) == 10
+
+
+def test_a_text_that_a_parquet_file_repeats_is_counted_each_time(tmp_path: Path):
+    for rows, longest in ((100_000, 1 << 20), (300, 1 << 18)):
+        numbers = pa.array(range(rows)).cast(pa.int32())
+        texts = ["a " * (longest // 2), "b"]
+        column = pa.DictionaryArray.from_arrays(pc.bit_wise_and(numbers, 1), texts)
+        table = pa.table({"text": column, "label": numbers, "list": [["a", None]] * rows})
+        pq.write_table(table, tmp_path / "a.parquet", compression="zstd", store_schema=False)
+        if rows > 1000:
+            said = refused(lambda: read_chunks(tmp_path / "a.parquet", Columns()))
+            [shown] = re.findall(r"holds ([\d.]+) GiB or more in a small file", said)
+            assert 4 < float(shown) <= rows / 2 * (longest + 1) / 2**30
+    for chunk in read_chunks(tmp_path / "a.parquet", Columns(), 1):
+        assert chunk.texts[0] == texts[int(chunk.labels[0]) % 2]
+    assert chunk.numbers == [300]
 
 
 def test_a_byte_order_mark_is_read(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Kinds of labels: told by their values, read from every format, spread over a split."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,35 @@ def test_decimal_commas_are_no_lists_where_semicolons_separate(tmp_path: Path):
         assert kind.target == target
     assert read_label("-3,5", LabelKind(target="regression", comma=True), "here") == -3.5
     assert infer_kind(["3,5", "4,5", "3,25"]).target == "multi"
+
+
+@pytest.mark.parametrize(
+    ("mark", "values", "number"),
+    [
+        (",", ["1,050.5", "999.25", "12,000"], "1,050.5"),
+        (",", ["1,000", "2,000", "5,000"], "1,000"),  # not the labels 1, 2, 5 and 000
+        (",", ["1.050,5", "999,25"], "1.050,5"),
+        (",", [f"{share}%" for share in range(40)], "0%"),
+        (",", [f"${price:,}.50" for price in range(990, 1030)], "$990.50"),
+        (";", ["234", "1.050", "12.500"], "1.050"),  # not 234 and 1.05
+        (";", ["0,250", "1.050,5"], "1.050,5"),
+        (";", ["1,050", "0,250", "3"], None),
+        (";", ["1.050", "2.125"], None),
+        (",", ["101,204", "305,101", "204"], None),  # labels that are numbers
+        (",", ["1,5", "2,7", "5"], None),
+        (",", ["10%", "20%"], None),  # two classes
+    ],
+)
+def test_numbers_as_people_write_them_are_refused_with_one_of_them(
+    tmp_path: Path, mark: str, values: list[str], number: str | None
+):
+    rows = [f'{n} words{mark}"{value}"\n' for n, value in enumerate(values * 3)]
+    (tmp_path / "a.csv").write_text(f"text{mark}label\n" + "".join(rows))
+    if number is None:
+        infer_labels(tmp_path / "a.csv", Columns(), "auto")
+        return
+    with pytest.raises(BadInput, match=re.escape(f"has numbers such as {number}; write each")):
+        infer_labels(tmp_path / "a.csv", Columns(), "auto")
 
 
 def test_what_is_asked_for_decides():
@@ -159,6 +189,14 @@ def test_what_is_no_number_is_refused_and_not_shown(value: Any):
     with pytest.raises(BadInput, match="row 7: the label is no number") as caught:
         read_label(value, LabelKind(target="regression"), "row 7")
     assert "private" not in str(caught.value)
+
+
+def test_ids_of_many_digits_are_classes_of_their_own(tmp_path: Path):
+    ids = [str(2**53 + n % 3) for n in range(12)]
+    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"words,{one}\n" for one in ids))
+    kind = infer_labels(tmp_path / "a.csv", Columns(), "auto")
+    [chunk] = read_chunks(tmp_path / "a.csv", Columns(), kind=kind)
+    assert chunk.labels == ids
 
 
 def test_lists_are_the_same_from_jsonl_and_parquet(tmp_path: Path):

@@ -182,6 +182,16 @@ def test_the_cache_is_used_again_and_any_change_makes_a_new_one(
     assert mended.tokens.ids.tolist() == whole
 
 
+def test_classes_that_differ_in_capitals_alone_are_told(tmp_path: Path, tokenizer):
+    names = ["pos", "POS", "Pos ", "neg", "so so", "So  so"]
+    rows = [{"text": f"word{n} words", "label": names[n % 6]} for n in range(60)]
+    path = put(tmp_path, "jsonl", rows)
+    with pytest.warns(TrainfitWarning) as told:
+        load_text_files(path, tokenizer, columns=Columns(), max_length=9)
+    said = "classes of their own: POS and Pos and pos, (a label of several words) and (a label"
+    assert any(str(one.message).startswith(said) for one in told)
+
+
 @pytest.mark.soak
 def test_several_processes_make_the_same_tokens_in_the_same_order(
     tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch

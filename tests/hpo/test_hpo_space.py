@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainfit.conf
+from job_tiny import write_texts
 from trainfit.conf import SCHEMAS, keys, options
 from trainfit.conf.search_space_files import Dimension, compose_study
 from trainfit.core.errors import BadInput
@@ -199,6 +200,24 @@ def test_what_is_sampled_is_in_its_range_and_survives_a_command_line(
     [word] = as_words({"training.learning_rate": value})
     setting = read_setting("textclass", [word])
     assert setting.composed.values()["training.learning_rate"] == value
+
+
+@pytest.mark.parametrize(
+    ("words", "low", "high"),
+    [
+        ((), 5e-6, 1e-4),
+        (("model.method=dora",), 5e-5, 1e-3),
+        (("model.freeze_encoder=true",), 2.5e-4, 5e-3),
+        (("model.method=lora", "learning_rate=tag(log,interval(1e-6,1e-4))"), 1e-6, 1e-4),
+    ],
+)
+def test_the_rates_that_are_searched_follow_the_model(
+    tmp_path: Path, words: tuple[str, ...], low: float, high: float
+):
+    train = f"data.train={write_texts(tmp_path / 'texts.csv', 60)}"
+    setting = read_setting("textclass", [train, "model.name=bert-base", *words])
+    rates = setting.hpo.space["training.learning_rate"]
+    assert (rates.kind, rates.low, rates.high) == ("log", pytest.approx(low), pytest.approx(high))
 
 
 def test_the_same_command_finds_its_study_again_and_another_does_not():

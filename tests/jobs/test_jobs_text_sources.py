@@ -136,6 +136,12 @@ def test_columns_of_0_and_1_are_labels_like_lists_of_their_names(tmp_path: Path)
         assert (found.texts, found.labels) == (wanted.texts, wanted.labels)
     with pytest.raises(BadInput, match="has no column insult"):
         settled(f"data.train={tmp_path / 'a.csv'}", "data.label_column=toxic+insult")
+    with_plus = table.rename(columns={"toxic": "a+b", "obscene": "a", "threat": "b"})
+    with_plus.to_csv(tmp_path / "b.csv", index=False)
+    data, _ = settled(f"data.train={tmp_path / 'b.csv'}", "data.label_column='a+b'")
+    kind = infer_labels(tmp_path / "b.csv", columns_of(data), "auto")
+    [found] = read_chunks(tmp_path / "b.csv", columns_of(data), kind=kind)
+    assert found.labels == [str(int("toxic" in labels)) for labels in wanted.labels]
     table.loc[7, "toxic"] = -1
     table.to_csv(tmp_path / "a.csv", index=False)
     with pytest.raises(BadInput, match="row 8, column toxic: the value is neither 0 nor 1"):
@@ -166,8 +172,9 @@ def test_a_column_tells_the_splits(tmp_path: Path):
         expected = [n + 1 for n in range(50) if n % 5 in number]
         assert part.rows is not None
         assert part.rows.tolist() == expected
-    folded, _ = settled(f"data.train={path}", "cv.folds=2")
+    folded, notes = settled(f"data.train={path}", "cv.folds=2")
     assert (folded.validation, folded.test) == (None, str(path))
+    assert any("; cv.folds leaves out the 10 of validation" in note for note in notes)
     whole, _ = settled(f"data.train={path}", "data.split_column=null")
     assert (whole.split_column, whole.test) == (None, None)
     values = ["train", "test", "unused", None, "train"]
@@ -281,8 +288,12 @@ def test_one_command_trains_on_a_table_of_reviews_and_answers(
     assert config["origins"]["data.label_column"] == "found"
     assert run(["predict", str(folder), str(path)]) == 0
     out, err = capsys.readouterr()
-    assert len(json.loads(out)) == len(ROWS)
+    answers = json.loads(out)
+    assert len(answers) == len(ROWS)
     assert "or more" not in err
+    pd.read_csv(path, sep="|").assign(text="elm elm").to_json(tmp_path / "a.json", orient="records")
+    assert run(["predict", str(folder), str(tmp_path / "a.json")]) == 0  # review, as in training
+    assert json.loads(capsys.readouterr().out) == answers
     texts = ["", "fir " * 50, " ", "elm"]
     assert (
         run(["predict", str(folder), *(word for text in texts for word in ("--text", text))]) == 0

@@ -211,6 +211,9 @@ def test_what_tokens_cannot_be_set_to(tmp_path: Path):
         configure("tokens", words(tmp_path, f"data.train={path}"))
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"tokens": ["a", "b"], "ner_tags": [0, 1]}) + "\n")
+    both = ("data.words_column=tokens", "data.label_column='tokens+ner_tags'")
+    with pytest.raises(BadInput, match=r"has no column tokens\+ner_tags"):
+        configure("tokens", words(tmp_path, f"data.train={path}", *both))
     frozen = configure("tokens", words(tmp_path, f"data.train={path}", "model.freeze_encoder=true"))
     assert "the frozen encoder runs in every epoch: no output per word is kept" in frozen.notes
     notes = configure("tokens", words(tmp_path, f"data.train={path}")).notes

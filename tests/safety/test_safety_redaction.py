@@ -46,6 +46,11 @@ def test_a_url_loses_its_credentials_wherever_it_stands(secret: str, scheme: str
         "hf_token: SECRETWORD, X-Api-Key: SECRETWORD",
         "OPENAI_KEY=SECRETWORD SESSION_COOKIE='SECRETWORD'",
         "hf_SECRETWORDSECRETWORD01",
+        "tool --db-password SECRETWORD -v, curl -u me:SECRETWORD https://example.org",
+        "https://example.org/x?sv=2&sig=SECRETWORD%3D&se=1 or /x?X-Amz-Signature=SECRETWORD",
+        "the password SECRETWORD01 is wrong; passphrase: SECRETWORD",
+        "AccountKey=SECRETWORD==;SharedAccessKey=SECRETWORD",
+        "eyJSECRETWORDSECRETWORD.SECRETWORDSECRETWORD.SECRETWORD_SECRET-WORD",
     ],
 )
 def test_named_secrets_go(text: str):
@@ -64,6 +69,8 @@ def test_named_secrets_go(text: str):
         "C:/me@work/runs",
         "tokenizer=hello, key=3, compass=north; the token: it was there",
         "hpo.storage=sqlite:///runs/hpo.db",
+        "a password is needed; token classification; --token-type ids; secret santa 2026",
+        "monkey=banana&key=3, sig=0.05, a signature=plain, --pad-token [PAD]-0, bert-base-v1",
         "nats_per_token: 3.2, db_url=sqlite:///runs/hpo.db, hf_trainer_of_a_team_1.py",
     ],
 )

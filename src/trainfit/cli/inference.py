@@ -118,7 +118,7 @@ def predict(
         _give(own_steps.predict(run, place, items), output, form)
         return
     if path is not None:
-        found, numbers = _read_table(path, columns)
+        found, numbers = _read_table(path, columns, facts.get("columns"))
     else:
         given = {"text": texts, "second": seconds} if seconds else {"text": texts}
         asked = enumerate(zip(*given.values(), strict=True), 1)
@@ -170,17 +170,28 @@ def _as_item(text: str) -> Any:
         return text
 
 
-def _read_table(path: Path, columns: dict[str, str]) -> tuple[dict[str, list[str]], list[int]]:
-    """Read the texts of a file by role, and the numbers of their rows."""
+def _read_table(
+    path: Path, columns: Mapping[str, str], trained: object = None
+) -> tuple[dict[str, list[str]], list[int]]:
+    """Read the texts of a file by role, and the numbers of their rows.
+
+    With `auto` the file's column is that of the `trained` names, or the one its name tells.
+    """
     from trainfit.data.columnar import choose_columns, shown_name
     from trainfit.data.row_files import column_names
     from trainfit.data.text_files import read_filled
 
-    names = column_names(path) if "auto" in columns.values() else list(columns.values())
+    told = "auto" in columns.values()
+    names = column_names(path) if told else list(columns.values())
+    known = trained if isinstance(trained, dict) else {}
+    wanted = {
+        role: known[role] if name == "auto" and known.get(role) in names else name
+        for role, name in columns.items()
+    }
     keys = {role: f"--{role}-column" for role in columns}
-    chosen = choose_columns(names, columns, str(path), keys)
+    chosen = choose_columns(names, wanted, str(path), keys)
     rows, skipped = read_filled(path, list(chosen.values()))
-    if "auto" in columns.values():
+    if told:
         named = " and ".join(map(shown_name, chosen.values()))
         tell_notes(f"the texts are of {named}")
     _tell_skipped(skipped, len(rows) + skipped)

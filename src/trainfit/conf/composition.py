@@ -255,7 +255,8 @@ def parse_word(word: str) -> Override:
             if override.is_delete() or override.is_add():
                 break
             return override
-    raise wrong
+    quoted = " " in value and "://" not in value
+    raise BadInput(wrong.what, f'write it as "{as_word(key, value)}"') if quoted else wrong
 
 
 def as_word(key: str, value: Any) -> str:

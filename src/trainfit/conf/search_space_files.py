@@ -45,34 +45,34 @@ class Dimension:
 class HpoConfig:
     """`hpo.…` of `trainfit hpo`."""
 
-    study: Name | None
+    study: Name | None = None
     """Name of the study; null: a hash of its settings, so that the same command finds it."""
-    storage: Annotated[str, Length(1, 4096)] | None
+    storage: Annotated[str, Length(1, 4096)] | None = None
     """sqlite:///FILE, postgresql://… or journal:FILE; null: hpo.db in runs_dir."""
-    trials: Annotated[int, Range(1, 10**6)]
+    trials: Annotated[int, Range(1, 10**6)] = 50
     """Trials of the whole study, over all workers and restarts."""
-    hours: Annotated[float, Range(0, 10**5)] | None
+    hours: Annotated[float, Range(0, 10**5)] | None = None
     """Hours of this command after which no trial begins; null: no limit."""
     metric: Name
     """Metric on the validation data; its mean over folds is the trial's value. auto: the one that
     chooses the best checkpoint."""
-    sampler_startup: Count
+    sampler_startup: Count = 10
     """Random trials before the sampler (TPE) learns from them."""
-    pruner: Literal["median", "hyperband", "wilcoxon", "none"]
+    pruner: Literal["median", "hyperband", "wilcoxon", "none"] = "median"
     """median and hyperband compare trials after every epoch; wilcoxon after every fold."""
-    pruner_startup: Count
+    pruner_startup: Count = 5
     """Trials that the median needs before it prunes."""
-    pruner_warmup: Count
+    pruner_warmup: Count = 3
     """Evaluations of a trial before it may be pruned."""
-    pruner_threshold: Share
+    pruner_threshold: Share = 0.1
     """The p-value under which wilcoxon prunes."""
-    least_steps: Steps
+    least_steps: Steps = 10
     """An effective batch that leaves an epoch fewer steps is left out of the space."""
-    heartbeat: Seconds
+    heartbeat: Seconds = 10
     """Seconds between two signs of life of a worker."""
-    grace: Seconds
+    grace: Seconds = 60
     """Seconds without a sign of life after which a worker's trial is given to another."""
-    retries: Count
+    retries: Count = 3
     """Retries of a trial whose worker died."""
     config: dict[str, Any]
     """Keys of the job that a study sets, unless the command does."""

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 HIDDEN = "***"
-_TOKEN = "".join(rf"(?<!{kind}_)" for kind in ("pad", "eos", "bos", "unk", "cls", "sep", "mask"))
+_TOKEN = "".join(rf"(?<!{kind}[_-])" for kind in ("pad", "eos", "bos", "unk", "cls", "sep", "mask"))
 """Expression that keeps pad_token and the like, which are no secrets, out of the names."""
 _DATABASE = r"(?:database|db|mysql|postgres|mongo|redis)[_-]ur[il]|conn(?:ection)?_?str(?:ing)?"
 _NAMES = (
     rf"(?:(?:db|my|pg)?pass(?:word|wd|phrase)?|pwd?|secrets?|{_TOKEN}token|credentials?|auth|jwt"
-    rf"|cookie|dsn|{_DATABASE}|(?:api|access|private|auth)[_-]?key)\d*"
+    rf"|cookie|dsn|{_DATABASE}|(?:api|(?:shared)?access|account|private|auth)[_-]?key)\d*"
 )
 _SECRET_NAME = re.compile(rf"(?:^|[\W_]|\w(?=pass)){_NAMES}$|[^\W_][_-]key$", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(
@@ -39,7 +39,7 @@ _URL_WORD = re.compile(r"(://)(?:[^/?#]*|[^/?#@:]*:.*)@", re.DOTALL)
 """A URL as one word of a command, which may contain spaces."""
 _ASSIGNED = re.compile(
     rf"((?<![\w.-])[\w.-]*?(?:(?:(?<![a-z]){_NAMES}|password[\w-]*|[_-]key)['\"]?=\s?|"
-    rf"(?:password|secret|[_-]{_TOKEN}token|(?:api|[_-])key)['\"]?\s?:\s?(?![\d.]+\b))|"
+    rf"(?:passw(?:or)?d|passphrase|secret|[_-]{_TOKEN}token|(?:api|[_-])key)['\"]?\s?:\s?(?![\d.]+\b))|"
     rf"['\"]{_NAMES}['\"]\s?:\s?)"
     r"(?!['\"]?[\w+.-]+://)(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s&;,'\"]+)",
     re.IGNORECASE,
@@ -49,15 +49,23 @@ _BEARER = re.compile(
     r"(\b(?:(?:bearer|basic)\s+|authorization\W{1,4}(?:\w+\s+)?))[\w.~+/=-]{8,}", re.IGNORECASE
 )
 _ISSUED = re.compile(
-    r"(\b(?:hf_|gh[a-z]_|glpat-|sk-(?:\w+-)?|xox[a-z]-|AKIA))(?=\w*\d)[A-Za-z0-9]{16,}"
+    r"(\b(?:(?:hf_|gh[a-z]_|github_pat_|glpat-|npm_|sk-(?:\w+-)?|xox[a-z]-|AKIA)(?=\w*\d)"
+    r"(?=[A-Za-z0-9]{16})|AIza|eyJ))[\w-]{16,}(?:\.[\w-]{16,})*"
 )
 """Tokens that are told by how they begin."""
+_GIVEN = re.compile(
+    rf"((?<![\w-])--?(?:[\w-]*[_-])?{_NAMES}\s+(?!-)|(?<![\w-])(?:-u|--user)\s+[^\s:]+:|"
+    r"[?&](?:sig|(?:[\w-]+-)?signature|key|code)=|"
+    r"\b(?:passw(?:or)?d|passphrase)\s+(?=[\w-]*\d)(?=\w*[a-z]))[^\s&'\"]{6,}",
+    re.IGNORECASE,
+)
+"""A secret behind an option, in the query of an address, or with a digit behind "password"."""
 
 
 def redact(text: str) -> str:
     """Remove credentials in URLs, named secrets and the values of secret variables."""
     text = _URL.sub(rf"\1{HIDDEN}@", text)
-    for pattern in (_BEARER, _ASSIGNED, _ISSUED):
+    for pattern in (_BEARER, _ASSIGNED, _GIVEN, _ISSUED):
         text = pattern.sub(rf"\1{HIDDEN}", text)
     for value in _variables(os.environ):
         text = text.replace(value, HIDDEN)

@@ -65,7 +65,7 @@ def choose_columns(
     that name the columns; the error shows them.
     """
     chosen = {role: name for role, name in wanted.items() if name != AUTO}
-    for name in flat(chosen.values()):
+    for name in flat(chosen.values(), found):
         if name not in found:
             raise BadInput(f"{place} has no column {name}", shown_columns(found))
     usable = [
@@ -74,26 +74,26 @@ def choose_columns(
     if wanted.get("second") == AUTO:
         chosen |= _pair(usable, chosen.get("text"))
     for role in wanted:
-        left = [name for name in usable if name not in flat(chosen.values())]
+        left = [name for name in usable if name not in flat(chosen.values(), found)]
         if role not in chosen and (told := _told(left, role)) is not None:
             chosen[role] = told
     missing = [role for role in wanted if role not in chosen]
-    left = [name for name in usable if name not in flat(chosen.values())]
+    left = [name for name in usable if name not in flat(chosen.values(), found)]
     left = [name for name in left if len(wanted) > 1 or not _told([name], "label")]
     if len(missing) == len(left) == 1:
         chosen[missing.pop()] = left[0]
     if missing:
         words = _words(chosen, wanted, left, keys)
         raise _unrecognised(found, missing, place, words, _other_job(usable, wanted))
-    for name in flat(chosen.values()):
+    for name in flat(chosen.values(), found):
         if list(found).count(name) > 1:
             raise BadInput(f"{place} has the column {name} twice", "rename one of them")
     return {role: chosen[role] for role in wanted}
 
 
-def flat(names: Iterable[str]) -> list[str]:
-    """Columns that these names stand for: `a+b` for two, with a 0 or 1 for each of two labels."""
-    parts = ((name, name.split("+")) for name in names)
+def flat(names: Iterable[str], found: Sequence[str]) -> list[str]:
+    """Columns that names stand for: one of the `found`, or `a+b` for two that mark two labels."""
+    parts = ((name, [name] if name in found else name.split("+")) for name in names)
     return [one for name, several in parts for one in (several if all(several) else [name])]
 
 
@@ -274,6 +274,9 @@ def _answers(path: Path, request: dict[str, Any]) -> Generator[dict[str, Any]]:
             answer = _answer(child, child.stdout)
             if answer is not None and "end" in answer and expected == "rows":
                 return
+            if answer is not None and "holds" in answer:
+                what = f"{path} is damaged, or holds {answer['holds']} in a small file"
+                raise BadInput(what, "write fewer or shorter texts into one file")
             if answer is None or expected not in answer:
                 raise damaged
             yield answer

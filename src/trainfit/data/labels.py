@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,13 @@ VALUE = "value"
 """Name of the only output of a regression."""
 _NUMBER = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 """A number without zeros before it: 007 is a code."""
+_GROUPED = r"[1-9]\d{0,2}(?:(?:,\d{3})+(?:\.\d+)?|(?:[.'’\s]\d{3})+(?:,\d+)?)"
+_WRITTEN = re.compile(
+    rf"[-+]?(?:{_GROUPED}|\d+,\d+)|(?=.*[%$€£])[-+$€£\s]*(?:{_GROUPED}|\d+(?:[.,]\d+)?)[\s%$€£]*"
+)
+"""A number with thousands separators, as 1,050.5 or 1.050,5, or with a sign of its unit."""
+_CERTAIN = re.compile(r"[%$€£]|[,.'’\s]0\d\d(?!\d)")
+"""Part of such a number that tells it from labels joined by commas: none of those is 050."""
 _MAJORITY = 0.6
 """Share of the rows with a separator from which on they are lists of labels."""
 _FEW_CODES = 20
@@ -89,6 +97,18 @@ def infer_kind(
         return LabelKind(target=target, comma=comma, whole=whole, unlabelled=stand_in)
     separator = _separator(known, certain=asked == "multi")
     return LabelKind(target=target, separator=separator, by_place=_are_by_place(known, separator))
+
+
+def written_number(known: Sequence[Any], comma: bool) -> str | None:
+    """Find a number as people write it, such as 1,050 or 12%, where all labels are numbers."""
+    texts = [value.strip() for value in known if isinstance(value, str)]
+    # In a file with decimal commas 1.050 is such a number, unless all others have a point too.
+    odd = [t for t in texts if as_number(t, comma=comma) is None or (comma and "." in t)]
+    if len(texts) < len(known) or not all(map(_WRITTEN.fullmatch, odd)):
+        return None
+    pointed = all("." in one and _NUMBER.fullmatch(one) for one in texts)
+    few = len(set(texts)) <= _FEW_CODES and not any(mark in one for one in odd for mark in ",.")
+    return None if pointed or few else next(filter(_CERTAIN.search, odd), None)
 
 
 def is_missing(value: Any) -> bool:
@@ -198,12 +218,9 @@ def _pieces(text: str, separator: str | None) -> list[str]:
         text = text[1:-1]
         if quoted := _QUOTED.findall(text):
             return [name for single, double in quoted if (name := single or double)]
-        return text.replace(",", " ").split() if _are_numbers(text) else _split(text, ",")
+        words = text.replace(",", " ").split()
+        return words if all(map(_NUMBER.fullmatch, words)) else _split(text, ",")
     return _split(text, separator)
-
-
-def _are_numbers(text: str) -> bool:
-    return all(map(_NUMBER.fullmatch, text.replace(",", " ").split()))
 
 
 def _split(text: str, separator: str | None) -> list[str]:
@@ -226,8 +243,9 @@ def read_label(value: Any, kind: LabelKind, place: str) -> Label:
     if isinstance(value, list) and len(value) == 1 and kind.target != "multi":
         [value] = value
     if kind.target == "single":
-        number = as_number(value) if kind.whole and isinstance(value, str) else None
-        name = read_name(value if number is None else number, place)
+        if kind.whole and isinstance(value, str) and (number := as_number(value)) is not None:
+            value = int(Decimal(value)) if number.is_integer() else number  # 17 digits are no float
+        name = read_name(value, place)
         return name.lower() if kind.whole else name
     if kind.target == "multi":
         parts = value if isinstance(value, list) else [] if is_missing(value) else [value]
@@ -327,12 +345,10 @@ def shown(name: str) -> str:
     return name if _WORD.fullmatch(name) else "(a label of several words)"
 
 
-_OTHER = "give examples of another, or name the right column (data.label_column)"
-
-
 def one_class(name: str) -> BadInput:
     """Word the refusal of data with nothing to tell apart."""
-    return BadInput(f"all training rows have the label {shown(name)}", _OTHER)
+    fix = "give examples of another, or name the right column (data.label_column)"
+    return BadInput(f"all training rows have the label {shown(name)}", fix)
 
 
 def check_classes(names: Iterable[str], rows: int, place: str) -> None:

@@ -6,7 +6,8 @@ Run as a script: `python -P reading_child.py MEMORY`, with a request in JSON on 
 {"format": "weights", "files": [[source, target], ...]}. It answers with lines of JSON and ends with
 {"end": true}. For tables: first {"columns": {name: type}, "twice": [name]}, then {"rows": [[value
 of each column]]} for each batch. Weights are written as safetensors. {"damaged": true} means that a
-file cannot be read, {"global": name} that a pickle asks for something that is not weights.
+file cannot be read, {"holds": size} that there is too much in a small one, {"global": name} that a
+pickle asks for something that is not weights.
 
 Damaged bytes may crash the library that reads them, or make it ask for any amount of memory. So
 nothing of trainfit is imported here, and no message of a library is passed on: it may quote data.
@@ -29,9 +30,16 @@ _ROWS_PER_BYTE = 1000
 """Most rows per byte of a file above a million rows; more are a small file that never ends."""
 _UNPACKED, _UNPACKED_PER_BYTE = 1 << 29, 100
 """Most bytes of texts and labels in a small file, and per byte of a larger one."""
+_SMALL, _WRITTEN_OUT, _AT_ONCE = 32 << 20, 4 << 30, 64 << 20
+"""Bytes of a small file; most that it may hold with every repeated value written out, and most of
+them at a time."""
 _ROOM = 4
 """Most bytes of tensors per byte of a pickled file: tied tensors are written twice."""
 _GLOBAL = re.compile(r"GLOBAL ([\w.]{1,80})")
+
+
+class _TooMuch(Exception):
+    """A small file holds more than memory and time allow; says what."""
 
 
 def main() -> None:
@@ -41,6 +49,9 @@ def main() -> None:
     try:
         for answer in _weights(request) if request["format"] == "weights" else _tables(request):
             _say(answer)
+    except _TooMuch as error:
+        _say({"holds": str(error)})
+        sys.exit(1)
     except Exception as error:  # noqa: BLE001 - whatever it is, the file is not what it should be
         found = _GLOBAL.search(str(error)) if request["format"] == "weights" else None
         _say({"global": found[1]} if found else {"damaged": True})
@@ -82,9 +93,10 @@ def _parquet(name: str, columns: list[str], size: int) -> Iterator[dict[str, Any
         names = _class_names(file.schema_arrow)
         rows, stored = file.metadata.num_rows, Path(name).stat().st_size
         if not 0 <= rows <= max(1_000_000, _ROWS_PER_BYTE * stored):
-            raise ValueError("more rows than it can hold")
-        if _unpacked(file.metadata, columns) > max(_UNPACKED, _UNPACKED_PER_BYTE * stored):
-            raise ValueError("more than it can hold")
+            raise _TooMuch(f"{rows:,} rows")
+        _check_size(_unpacked(file.metadata, columns), max(_UNPACKED, _UNPACKED_PER_BYTE * stored))
+        if stored < _SMALL:
+            size = min(size, _rows_at_once(name, file.metadata, columns))
         for batch in file.iter_batches(batch_size=size, columns=columns):
             yield _rows(batch, columns, names)
 
@@ -95,6 +107,35 @@ def _unpacked(metadata: Any, columns: list[str]) -> int:
     parts = (group.column(at) for group in groups for at in range(group.num_columns))
     wanted = (part for part in parts if part.path_in_schema.split(".")[0] in columns)
     return sum(part.total_uncompressed_size for part in wanted)
+
+
+def _check_size(size: int, most: int) -> None:
+    if size > most:
+        raise _TooMuch(f"{size / 2**30:,.1f} GiB or more")
+
+
+def _rows_at_once(name: str, metadata: Any, columns: list[str]) -> int:
+    """Rows to read at a time, where a file may store a long value once and repeat it."""
+    from pyarrow import parquet
+
+    every, total = [metadata.schema.column(at).path for at in range(metadata.num_columns)], 1
+    with parquet.ParquetFile(name, buffer_size=1 << 20, read_dictionary=every) as file:
+        for batch in file.iter_batches(columns=columns):
+            total += sum(map(_written_out, batch.columns))
+            _check_size(total, _WRITTEN_OUT)
+    return max(1, _AT_ONCE * int(metadata.num_rows) // total)
+
+
+def _written_out(values: Any) -> int:
+    """Bytes of these values, each counted as often as a dictionary is asked for it."""
+    from pyarrow import compute, types
+
+    while hasattr(values, "flatten") and not types.is_struct(values.type):  # lists
+        values = values.flatten()
+    if not types.is_dictionary(values.type):
+        return 8 * len(values)
+    lengths = compute.binary_length(values.dictionary).take(values.indices)
+    return int(compute.sum(lengths).as_py() or 0)
 
 
 def _arrow(name: str, columns: list[str], size: int) -> Iterator[dict[str, Any]]:

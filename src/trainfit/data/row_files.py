@@ -46,8 +46,6 @@ _ELSEWHERE = {
     ".txt": "name it .csv or .tsv where it is a table with a header",
 }
 """Fixes for files of other endings."""
-_SPLIT = ("columns", "data")
-"""Keys of the names and the rows that pandas writes with orient="split"."""
 _SEPARATOR_LINE = re.compile(r"\ufeff?\"?sep=(.)\"?\s*", re.IGNORECASE)
 """First line by which Excel is told the separator."""
 _OPENED = re.compile(r'(?<![^\t])"[^\t\r\n]*')
@@ -171,7 +169,9 @@ class Western:
         if text.isascii():
             return text
         try:
-            text, found = _WRONG.subn(_western, text)
+            text, found = _WRONG.subn(
+                lambda one: one[0].encode("utf-8", "surrogateescape").decode("windows-1252"), text
+            )  # five bytes have no meaning in Windows-1252 either
         except UnicodeError:
             raise _not_utf8(self._path) from None
         self._wrong += found
@@ -185,11 +185,6 @@ class Western:
             _tell_western(self._path)
 
 
-def _western(found: re.Match[str]) -> str:
-    """Decode a byte that is not UTF-8; five have no meaning in Windows-1252 either."""
-    return found[0].encode("utf-8", "surrogateescape").decode("windows-1252")
-
-
 @cache
 def _tell_western(path: Path) -> None:
     what = f"{path.name} is not UTF-8 and is read as Windows-1252"
@@ -199,11 +194,9 @@ def _tell_western(path: Path) -> None:
 
 def _check_line(line: str, place: str) -> None:
     if len(line) > LONGEST_LINE:
-        fix = "break it up"
-        raise BadInput(f"{place} has more than {LONGEST_LINE >> 20} million characters", fix)
+        raise BadInput(f"{place} has over {LONGEST_LINE >> 20} million characters", "break it up")
     if "\0" in line:
-        fix = "save it as UTF-8 text"
-        raise BadInput(f"{place} has a NUL: the file is binary, or not UTF-8", fix)
+        raise BadInput(f"{place} has a NUL: the file is binary, or not UTF-8", "save it as UTF-8")
 
 
 def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]], by_line: bool = False) -> Rows:
@@ -212,9 +205,9 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]], by_line: bool
     A column of several names is returned under the first. `by_line`: between tabs, lines are rows.
     """
     mark = find_separator(path)
-    lines = csv.reader(_csv_lines(path, mark, by_line), delimiter=mark, strict=True)
+    lines, number = _fields(_csv_lines(path, mark, by_line), mark), -1
     try:
-        number, header = 0, [name.strip() for name in next(lines, [])]
+        header, number = [name.strip() for name in next(lines, [])], 0
         spellings = [(names,) if isinstance(names, str) else names for names in columns]
         places = {names[0]: _place(path, header, names) for names in spellings}
         for number, values in enumerate(lines, 1):
@@ -229,7 +222,13 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]], by_line: bool
     except csv.Error as error:
         # The csv module's messages are fixed sentences that quote no data.
         fix = "quote fields as CSV does; for longer texts use JSONL or Parquet"
-        raise BadInput(f"{path}: row {number + 1} cannot be read ({error})", fix) from None
+        where = "the header" if number < 0 else f"row {number + 1}"
+        raise BadInput(f"{path}: {where} cannot be read ({error})", fix) from None
+
+
+def _fields(lines: Iterable[str], mark: str, strict: bool = True) -> Iterator[list[str]]:
+    """Fields of each row; after a comma or semicolon a space may stand before a quote."""
+    return csv.reader(lines, delimiter=mark, skipinitialspace=mark in ",;", strict=strict)
 
 
 def _csv_lines(path: Path, mark: str, by_line: bool) -> Iterator[str]:
@@ -243,7 +242,7 @@ def _csv_lines(path: Path, mark: str, by_line: bool) -> Iterator[str]:
 def _has_plain_quotes(path: Path, _changed: int) -> bool:
     """Tell a table, read whole, with a row in each line that as CSV breaks, or has fewer rows."""
     width, lines = _shape(line.split("\t") for line in _table_lines(path) if line.strip("\r\n"))
-    quoted, rows = _shape(csv.reader(_table_lines(path), delimiter="\t", strict=True))
+    quoted, rows = _shape(_fields(_table_lines(path), "\t"))
     opened = (one for line in _table_lines(path) for one in _OPENED.findall(line))
     joined = width > 1 and rows < lines and not any('""' in one[1:] for one in opened)
     return width > 0 and (not quoted or joined)
@@ -282,7 +281,7 @@ def _agreement(lines: Sequence[str], mark: str) -> tuple[float, int]:
     """Share of the rows with as many fields as the header, and their number; none for one field."""
     rows: list[list[str]] = []
     with suppress(csv.Error):  # the rows before the error tell enough
-        rows.extend(csv.reader(lines, delimiter=mark))
+        rows.extend(_fields(lines, mark, strict=False))
     # The last row may go on in the next line.
     header, *others = [len(row) for row in rows if row] or [0]
     others = others[:-1] if len(lines) == _SAMPLE else others
@@ -291,7 +290,7 @@ def _agreement(lines: Sequence[str], mark: str) -> tuple[float, int]:
 
 
 def _header(path: Path) -> list[str]:
-    lines = csv.reader(_table_lines(path), delimiter=find_separator(path))
+    lines = _fields(_table_lines(path), find_separator(path), strict=False)
     try:
         return [name.strip() for name in next(lines, [])]
     except csv.Error as error:
@@ -353,7 +352,8 @@ def _rows_of(value: dict[str, Any]) -> list[Any]:
 
     Other objects are those that pandas writes with orient="split" or orient="index".
     """
-    names, data = ([*one] if isinstance(one := value.get(key), list) else [] for key in _SPLIT)
+    halves = (value.get(key) for key in ("columns", "data"))
+    names, data = (one if isinstance(one, list) else [] for one in halves)
     if names and all(isinstance(row, list) and len(row) == len(names) for row in data):
         return [dict(zip(map(str, names), row, strict=True)) for row in data]
     lists = [one for one in value.values() if isinstance(one, list) and one]

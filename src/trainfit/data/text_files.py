@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import checksum
-from trainfit.data.columnar import flat, is_stream
+from trainfit.data.columnar import is_stream
 from trainfit.data.conll_files import TAGGED, read_words
 from trainfit.data.labels import (
     Label,
@@ -30,6 +30,7 @@ from trainfit.data.labels import (
     one_class,
     read_label,
     read_name,
+    written_number,
 )
 from trainfit.data.row_files import (
     KINDS,
@@ -61,7 +62,9 @@ class Columns:
 
     text: str = "text"
     label: str = "label"
-    """Column of the labels; or several joined by +, with a 0 or 1 for the label of each name."""
+    """Column of the labels, or the names of several joined by +."""
+    marks: tuple[str, ...] = ()
+    """Columns with a 0 or 1 for the label of each name; none: one column has all labels."""
     second: str | None = None
     """Column of the second texts; None: there are no pairs."""
     group: str | None = None
@@ -82,14 +85,13 @@ class Columns:
     @property
     def labels(self) -> list[str]:
         """Columns of the labels."""
-        return flat([self.label])
+        return list(self.marks) or [self.label]
 
     def label_of(self, row: Mapping[str, Any], place: str) -> Any:
         """Label of a row: its cell, or the names of the columns that hold a 1."""
-        names = self.labels
-        if len(names) == 1:
+        if not self.marks:
             return row[self.label]
-        return [name for name in names if is_marked(row[name], f"{place}, column {name}")]
+        return [name for name in self.marks if is_marked(row[name], f"{place}, column {name}")]
 
     def of_part(self, part: str, *, alone: bool) -> Columns:
         """Columns of another split, which may have a file of its own."""
@@ -281,7 +283,11 @@ def infer_labels(path: Path, columns: Columns, asked: Target | Literal["auto"]) 
     rows = islice(read_rows(check_file(path), columns.names), _TELLING)
     labels = [columns.label_of(row, f"{path}: row {number}") for number, row in rows]
     known = [label for label in labels if not is_missing(label)]
-    kind = infer_kind(known, asked, comma=has_decimal_commas(path))
+    comma = has_decimal_commas(path)
+    if asked in ("auto", "regression") and (one := written_number(known, comma)):
+        fix = "write each number plainly, such as 1050.5, or set data.target=single or multi"
+        raise BadInput(f"{path}, column {columns.label}, has numbers such as {one}", fix)
+    kind = infer_kind(known, asked, comma=comma)
     if kind.target == "single" and len(labels) < _TELLING and len(set(map(str, known))) == 1:
         raise one_class(read_name(known[0], f"{path}, column {columns.label}"))
     return kind

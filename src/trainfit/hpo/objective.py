@@ -206,7 +206,7 @@ def check_metric(metric: str, objective: Objective) -> None:
 
 
 Space = dict[str, Dimension]
-BATCH = "training.effective_batch_size"
+BATCH, RATE = "training.effective_batch_size", "training.learning_rate"
 
 
 def fit_space(

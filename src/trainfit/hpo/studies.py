@@ -23,6 +23,7 @@ from trainfit.core.files import write_whole
 from trainfit.core.settings import SETTINGS
 from trainfit.hpo.objective import (
     BATCH,
+    RATE,
     Objective,
     Space,
     applies,
@@ -137,6 +138,11 @@ def read_setting(task: str, words: Sequence[str]) -> StudySettings:
         asked = compose_study(task, words, "embedded")
         composed = configure(task, asked.job)
     hpo = asked.hpo
+    rates, shipped = (one.hpo.space.get(RATE) for one in (asked, compose_study(task, ())))
+    if rates and rates == shipped and composed.origins.get(RATE) == "the model":
+        usual = composed.values()[RATE]  # of adapters, of a head alone or of a small encoder
+        rates = replace(rates, low=usual / 4, high=usual * 5)
+        hpo = replace(hpo, space=hpo.space | {RATE: rates})
     if hpo.metric == "auto":
         hpo = replace(hpo, metric=metric_of(composed))
     typed = tuple(word for word in words if parse_word(word).key_or_group != "hpo.storage")

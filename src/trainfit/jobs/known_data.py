@@ -73,14 +73,17 @@ def settle_sources(composed: Composed) -> Composed:
 
 def columns_of(data: TextFilesData) -> Columns:
     """Columns of texts and labels, by name or by the header of the training file."""
-    found = _find_columns(data)
-    *texts, label = found.values()
+    *texts, label = _find_columns(data).values()
+    tagged = isinstance(data, TokensData)
+    read = "+" in label and data.train is not None and not tagged
+    marks = flat([label], column_names(Path(str(data.train))) if read else [label])
     return Columns(
         text=texts[0],
         second=texts[1] if len(texts) > 1 else None,
         label=label,
+        marks=tuple(marks) if len(marks) > 1 else (),
         group=data.group_column,
-        tagged=isinstance(data, TokensData),
+        tagged=tagged,
         split=None if data.split_column == AUTO else data.split_column,
     )
 
@@ -147,7 +150,7 @@ def _settled(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[s
             continue
         if split == "validation" and folds:
             notes.append(f"{file.name} is left out: cv.folds takes the validation data")
-        elif not _has_labels(file, labels, _kinds(data)):
+        elif not _has_labels(file, columns_of(found)):
             where = shown_name(labels)
             notes.append(f"{file.name} is left out: it has no labels in the column {where}")
         else:
@@ -171,7 +174,7 @@ def _unused(folder: Path, data: TextFilesData, known: Iterable[Path]) -> list[st
     """Name the tables of a folder, such as validation_matched, that no split is taken from."""
     used = {data.train, data.validation, data.test, *map(str, known)}
     others = [one.name for one in _tables(folder, _kinds(data)) if str(one) not in used]
-    some = ", ".join(others[:5]) + (" …" if len(others) > 5 else "")
+    some = ", ".join(others[:5]) + " …" * (len(others) > 5)
     return [f"not used: {some} (data.validation or data.test names one)"] if others else []
 
 
@@ -197,15 +200,17 @@ def _split_rows(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, lis
     files: dict[str, Any] = {part: data.train for part in used if getattr(data, part) is None}
     note = f"the column {column} says which rows are of {', '.join(used)}"
     note += f"; {other:,} have other values, and are left out" if other else ""
+    left = parts["validation"] if folds else 0
+    note += f"; cv.folds leaves out the {left:,} of validation" if left else ""
     return replace(data, split_column=column, **files), [note]
 
 
-def _has_labels(path: Path, column: str, kinds: Kinds) -> bool:
+def _has_labels(path: Path, columns: Columns) -> bool:
     """Tell a labelled split from one whose labels are kept secret, as for a competition."""
-    names = flat([column])
-    if not set(names) <= set(column_names(path, kinds)):
+    names = columns.labels
+    if not set(names) <= set(column_names(path, columns.kinds)):
         return False
-    rows = islice(read_rows(path, names, kinds), _FIRST)
+    rows = islice(read_rows(path, names, columns.kinds), _FIRST)
     values = (value for _, row in rows for value in row.values())
     each = (one for value in values for one in (value if isinstance(value, list) else [value]))
     return any(not is_blank(one) and str(one) not in STAND_INS for one in each)
@@ -230,9 +235,7 @@ def find_splits(path: Path, chosen: str | None = None, kinds: Kinds = KINDS) -> 
     found = {split: list(_places(path, names, kinds)) for split, names in SPLITS.items()}
     for split, places in found.items():
         if len(places) > 1 and _PART.search(places[0].stem):
-            fix = (
-                "join them: datasets.load_dataset(folder).save_to_disk(another), and give that one"
-            )
+            fix = "join them: datasets.load_dataset(folder).save_to_disk(another), and give that"
             raise BadInput(f"{path} holds {split} in {len(places)} files", fix)
         if len(places) > 1:
             both = f"{places[0].name} and {places[1].name}"

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from trainfit.conf import Composed, TextFilesConfig
-from trainfit.conf.schema import PairsData, TokensData
-from trainfit.core.errors import BadInput, TrainfitWarning
+from trainfit.conf.schema import PairsData, TextFilesData, TokensData
+from trainfit.core.errors import BadInput, TrainfitWarning, brief
+from trainfit.data.columnar import shown_name
 from trainfit.data.folds import Shares, check_apart, hold_out, keep_rare, make_folds
 from trainfit.data.labels import (
     LabelKind,
@@ -22,6 +23,7 @@ from trainfit.data.labels import (
     class_order,
     count_classes,
     one_class,
+    shown,
     strata_of,
 )
 from trainfit.data.row_files import check_file
@@ -71,8 +73,17 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
         baselines=partial(
             text_arrays, datasets, config.seed, special=chosen.tokenizer.all_special_ids
         ),
-        use={"pairs": True} if isinstance(config.data, PairsData) else {},
+        use=_use(config.data),
     )
+
+
+def _use(data: TextFilesData) -> dict[str, Any]:
+    """Describe the texts for `predict`: are there pairs, and in which columns do they stand?"""
+    use: dict[str, Any] = {"pairs": True} if isinstance(data, PairsData) else {}
+    if data.train is not None and not isinstance(data, TokensData):
+        names = zip(("text", "second"), columns_of(data).texts, strict=False)
+        use["columns"] = {role: name for role, name in names if shown_name(name) == name}
+    return use
 
 
 def training_texts(config: TextFilesConfig) -> Callable[[], Iterator[str]]:
@@ -196,10 +207,21 @@ def load_text_files(
         name: None if one is None else _same_classes(one, classes) for name, one in others.items()
     }
     datasets = text_datasets(_same_classes(base, classes), classes, **parts, **shares)
+    _tell_alike(classes)
     _tell_repeated(datasets[0], tokenizer.unk_token_id)
     if not tagged:
         _tell_unmeasured(datasets[0], classes)
     return datasets
+
+
+def _tell_alike(classes: Sequence[str]) -> None:
+    """Warn of classes whose names differ in capitals or spaces alone."""
+    alike: dict[str, list[str]] = {}
+    for name in classes:
+        alike.setdefault("".join(name.casefold().split()), []).append(shown(name))
+    if said := [" and ".join(names) for names in alike.values() if len(names) > 1]:
+        what = f"classes of their own: {brief(', '.join(said))}; write them alike where they mean"
+        warnings.warn(f"{what} the same", TrainfitWarning, stacklevel=3)
 
 
 def _tell_unmeasured(data: Dataset, classes: Sequence[str]) -> None:
