@@ -32,14 +32,7 @@ from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.observers import Observer
 from trainfit.engine.recovery import CannotGoOn
 from trainfit.hardware.host import allowed_by_affinity
-from trainfit.hpo.objective import (
-    GpuShare,
-    Objective,
-    Reporter,
-    defaults,
-    is_greater_better,
-    mean,
-)
+from trainfit.hpo.objective import GpuShare, Objective, Reporter, is_greater_better, mean
 from trainfit.hpo.studies import STORAGE, OpenStudy, StudySettings
 from trainfit.hpo.trial_queue import FOLDS, PUT_BACK, Claim, Outcome, TrialQueue, beating
 from trainfit.jobs.models.sources import kept_in_memory
@@ -67,7 +60,7 @@ def run_trial(
                 return Outcome(kind="crowded", reason=reason, facts=facts)
         elif isinstance(error, CannotGoOn):
             reason = f"diverged: {_first_line(error)}"
-        elif isinstance(error, BadInput) and not _is_configured(open_study, claim):
+        elif isinstance(error, BadInput) and claim.params != open_study.configured:
             reason = f"rejected: {error}"
         else:
             raise
@@ -75,11 +68,6 @@ def run_trial(
     finally:
         # The error is gone here, and with it the frames that hold the model.
         give_back_memory()
-
-
-def _is_configured(open_study: OpenStudy, claim: Claim) -> bool:
-    """Tell if a trial has the configured values: what is wrong with them is wrong with all."""
-    return claim.params == defaults(open_study.space, open_study.setting.values)
 
 
 def _run(
