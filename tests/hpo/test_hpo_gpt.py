@@ -43,3 +43,21 @@ def test_a_study_of_a_gpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert best.value == min(complete)
     assert best.test["val_loss"] == pytest.approx(best.value)  # the same run, on the same tokens
     assert (Path(best.run) / "export").is_dir()
+
+
+def test_values_that_exclude_each_other_reject_their_trial_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    be_quick(monkeypatch)
+    words = [*gpt_words(tmp_path), "model.n_head=2,3", "hpo.trials=2", "hpo.least_steps=1"]
+    asked = read_setting("gpt", [*words, "training.max_steps=1", "training.eval_steps=1"])
+    objective = Objective(asked.composed, asked.hpo.metric)
+    study = open_study(asked, lambda: objective)
+    study.study.enqueue_trial({"model.n_head": 3})
+    assert work(study.queue(), partial(run_trial, study, objective)) == "done"
+    first, second = study.study.trials
+    assert first.state == TrialState.COMPLETE
+    assert second.state == TrialState.PRUNED
+    assert (
+        "rejected: gpt-tiny: n_embd 32 is not a multiple of n_head 3" in second.user_attrs["reason"]
+    )

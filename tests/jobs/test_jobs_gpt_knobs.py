@@ -217,6 +217,17 @@ def test_eval_iters(batches: int, tmp_path: Path, shapes: Any):
     assert looked == [(5, 16)] * (2 * batches)  # evaluations at steps 3 and 6
 
 
+def test_the_evaluated_blocks_are_the_same_whatever_the_memory(tmp_path: Path, shapes: Any):
+    words = ("eval_iters=1", "training.eval_batch_size=auto", "effective_batch_size=8")
+    losses = [
+        go(tmp_path, *words, f"gradient_accumulation_steps={parts}").metrics["val_loss"]
+        for parts in (1, 8)
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    looked = [shape[0] for training, shape in shapes if not training]
+    assert sum(looked) == 2 * 2 * 32
+
+
 # ── dataloader_* ──────────────────────────────────────────────────────────────────────────────
 
 

@@ -104,7 +104,7 @@ class Training:
     eval_steps: Steps | None
     """Steps between evaluations, the first not at step 0; null: after each epoch."""
     eval_iters: Steps | None
-    """Batches per evaluation; null: all of the validation data."""
+    """Batches per evaluation, of eval_batch_size (auto: 32); null: all of the validation data."""
     logging_steps: Steps
     early_stopping_patience: Steps | None
     """Evaluations without a better score before the run stops; null: never."""

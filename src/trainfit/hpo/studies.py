@@ -180,6 +180,11 @@ class OpenStudy:
     """Number of values that a fold reports."""
     notes: tuple[str, ...]
 
+    @property
+    def configured(self) -> dict[str, Any]:
+        """Parameters of trial 0: what is wrong with them is wrong with every trial."""
+        return defaults(self.space, self.setting.values)
+
     def queue(self) -> TrialQueue:
         """Return the queue of the study's trials."""
         return TrialQueue(

@@ -60,6 +60,8 @@ def run_trial(
                 return Outcome(kind="crowded", reason=reason, facts=facts)
         elif isinstance(error, CannotGoOn):
             reason = f"diverged: {_first_line(error)}"
+        elif isinstance(error, BadInput) and claim.params != open_study.configured:
+            reason = f"rejected: {error}"
         else:
             raise
         return Outcome(kind="pruned", reason=reason, facts=facts)

@@ -32,7 +32,7 @@ from trainfit.jobs.baselines import in_background
 from trainfit.jobs.classification import ClassifierTask
 from trainfit.jobs.configuration import Chosen, made_up
 from trainfit.jobs.frozen import FrozenTask, SharedFeatures
-from trainfit.jobs.job_times import load_of
+from trainfit.jobs.job_times import load_of, most_evaluated
 from trainfit.jobs.model_card import fold_card
 from trainfit.jobs.models.backbone import check_length
 from trainfit.jobs.models.building import birthplace, on_device
@@ -155,10 +155,9 @@ class PreparedEncoder(Prepared):
     def task(self, fold: int, plan: Plan, device: torch.device) -> ClassifierTask:
         dataset, config = self.datasets[fold], self.config
         weights = dataset.metadata.get("class_weights") if config.data.class_weights else None
-        iterations = config.training.eval_iters
+        most = most_evaluated(config.training)
         validation = dataset.validation
-        if iterations is not None:
-            most = iterations * plan.eval_batch_size
+        if most is not None:
             chosen = np.random.default_rng(config.seed).permutation(len(validation))[:most]
             validation = validation.subset(np.sort(chosen))
         options: dict[str, Any] = {

@@ -36,7 +36,7 @@ from trainfit.hardware.catalogue import find
 from trainfit.hardware.host import check_room
 from trainfit.jobs import exports, job_plan, plan_choices, pretraining, tuned_plans
 from trainfit.jobs.configuration import configured_by
-from trainfit.jobs.job_times import load_of
+from trainfit.jobs.job_times import load_of, most_evaluated
 from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.gpt_model import Gpt, GptShape, gpt_shape
 from trainfit.jobs.plan_choices import stream_is_half
@@ -116,7 +116,6 @@ class PreparedGpt(Prepared):
 
     def task(self, _fold: int, plan: Plan, device: torch.device) -> GptTask:
         config = self.config
-        batches = config.training.eval_iters
         return GptTask(
             on_device(birthplace(plan, device), partial(build, config, plan)),
             self.data.train,
@@ -124,7 +123,7 @@ class PreparedGpt(Prepared):
             block_size=config.data.max_length,
             effective_batch=plan.effective_batch_size,
             unigram_entropy=self.data.unigram_entropy,
-            evaluated=None if batches is None else batches * plan.eval_batch_size,
+            evaluated=most_evaluated(config.training),
             seed=config.seed,
         )
 

@@ -46,8 +46,6 @@ _PER_FOLD = ("steps", "features", "receipt", "evaluation", "checkpoint", "judge"
 """Stages that a fold takes with it to another process."""
 START = 6.0
 """Seconds that a process for folds takes to start, and that it must save besides."""
-_EVALUATED_ROWS = 16
-"""Sequences in a batch of an evaluation that has a number of batches."""
 _OPERATIONS = {"full": 6, "frozen": 0.1}
 """Operations per weight and token of a training; with adapters 4. A frozen encoder runs once."""
 CORE_RATE = 4e10
@@ -82,8 +80,8 @@ def load_of(config: Any, question: Question, evaluated: float, judged: float = 0
     if training.eval_steps is not None:
         steps = math.ceil(work.sequences / work.effective_batch_size) * work.epochs
         evaluations = max(1.0, steps / training.eval_steps)
-    if training.eval_iters is not None:
-        evaluated = min(evaluated, training.eval_iters * _EVALUATED_ROWS * work.max_length)
+    if (most := most_evaluated(training)) is not None:
+        evaluated = min(evaluated, most * work.max_length)
     return JobLoad(
         evaluated=round(evaluated),
         judged=round(judged),
@@ -91,6 +89,12 @@ def load_of(config: Any, question: Question, evaluated: float, judged: float = 0
         baselines=bool(getattr(config, "baselines", False)),
         tracked=config.tracking != "none",
     )
+
+
+def most_evaluated(training: Any) -> int | None:
+    """Most samples of an evaluation, whatever the memory of the machine; None: all."""
+    rows = 32 if training.eval_batch_size == "auto" else training.eval_batch_size
+    return None if training.eval_iters is None else training.eval_iters * rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

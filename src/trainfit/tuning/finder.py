@@ -174,7 +174,9 @@ def _on_gpu(
             found.predict = None
             notes.append(f"no prediction: {error.what}")
     largest = search(found)
-    notes += _how(found)
+    notes.append(f"a real step of {found.ran} rows confirmed it")
+    if found.ran_out is not None:
+        notes.append(f"a probe of {found.ran_out} rows ran out of memory: the answer lies below it")
     others = gpu.state.memory_used_by_others_gib
     if others:
         notes.append(f"other processes use {others:.2f} GiB of the GPU, which is not counted on")
@@ -198,13 +200,6 @@ def _on_cpu(job: BatchSizeJob, profile: HardwareProfile, began: float) -> BatchS
         "predicted, not measured: there is no GPU, and a process's own memory says little of a step"
     ]
     return _result(job, found, largest, notes, began, others=None, after=None)
-
-
-def _how(found: Search) -> list[str]:
-    notes = [f"a real step of {found.ran} rows confirmed it"]
-    if found.ran_out is not None:
-        notes.append(f"a probe of {found.ran_out} rows ran out of memory: the answer lies below it")
-    return notes
 
 
 def _result(
