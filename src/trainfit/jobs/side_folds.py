@@ -1,13 +1,15 @@
 """Folds that train beside others: in processes of their own, on idle cores or on other GPUs.
 
 A small model is fastest on few threads. Once the first steps have shown that a fold takes its time,
-the last ones are trained by further processes, in the folder of the same run and to the same bits.
+the last ones are trained by further processes, in the folder of the same run and to the same bits:
+one on each idle core, and another where an odd fold would leave all cores but one without work.
 Where the job has several GPUs (environment.py), they start at once. A fold that such a process
 leaves undone is trained here.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -28,7 +30,7 @@ from trainfit.engine.distributed import stop_on_signals
 from trainfit.engine.observers import Observer
 from trainfit.hardware.host import memory_left
 from trainfit.jobs.configuration import configured_by
-from trainfit.jobs.job_times import START, folds_here
+from trainfit.jobs.job_times import START, deal_folds
 from trainfit.jobs.registry import job_module
 from trainfit.jobs.run import Run, Show, check_same_data, opened
 from trainfit.runtime.environment import other_gpus
@@ -40,6 +42,8 @@ _FIRST, _TIMED = 10, 20
 """Steps that are not timed, and then those that are, to tell how long a fold takes."""
 _ROOM = 2.0
 """Memory that must be free for a process, as a multiple of what this one takes."""
+_MAIN = "import gc; gc.disable(); from trainfit.jobs.side_folds import main; main()"
+"""Program of a process: it imports in three quarters of the time without looking for garbage."""
 _PATIENCE = 60.0
 """Seconds that a process has for its checkpoint when it is asked to stop."""
 
@@ -56,20 +60,19 @@ class SideFolds:
     def consider(self, seconds: float, left: Sequence[int]) -> None:
         """Start processes for the last of the folds that are left, if it is worth it."""
         gpus = other_gpus()
-        places = gpus or [{}] * _idle(self.run)
-        workers = min(len(places), len(left) - 1)
-        if self.processes or workers < 1:
+        cores, most = (len(gpus) + 1,) * 2 if gpus else _room(self.run)
+        if self.processes or min(most, len(left)) < 2:
             return
         # A GPU that is idle costs nothing, so whatever is saved counts.
-        own = folds_here(len(left), workers, seconds, -1.0 if gpus else START)
-        if own == len(left):
+        own, *others = deal_folds(len(left), cores, most, seconds, -1.0 if gpus else START)
+        rest = left[own:]
+        for worker, count in enumerate(others):
+            given, rest = rest[:count], rest[count:]
+            process = _start(self.run, given, gpus[worker] if gpus else {})
+            self.processes |= dict.fromkeys(given, process)
+        if not others:
             return
-        rest = list(left[own:])
-        for worker in range(workers):
-            if given := rest[worker::workers]:
-                process = _start(self.run, given, places[worker])
-                self.processes |= dict.fromkeys(given, process)
-        named = " and ".join(f"fold {number + 1}" for number in rest)
+        named = " and ".join(f"fold {number + 1}" for number in self.processes)
         where = "on other GPUs" if gpus else "on idle cores"
         self.run.show.note(f"{where} meanwhile: {named}")
 
@@ -127,7 +130,7 @@ def side_folds(run: Run, count: int) -> Iterator[SideFolds]:
     def tell(seconds: float) -> None:
         made.consider(seconds, range(made.current, count))
 
-    if _idle(run) and count > 1:
+    if min(*_room(run), count) > 1:
         run.show = replace(show, watch=lambda title: [*show.watch(title), _FoldClock(tell)])
     try:
         yield made
@@ -136,21 +139,21 @@ def side_folds(run: Run, count: int) -> Iterator[SideFolds]:
         made.end()
 
 
-def _idle(run: Run) -> int:
-    """Further processes that the cores and the memory have room for."""
+def _room(run: Run) -> tuple[int, int]:
+    """Count the processes that the cores have room for, and those that the memory has."""
     quiet = run.prepared.config.tracking == "none"  # a tracker sees one process
     if run.device.type != "cpu" or run.world.size > 1 or not quiet:
-        return 0
+        return 1, 1
     cores = run.profile.cpu.cores
-    threads = run.plan.runtime.num_threads or cores
+    places = cores // min(cores, run.plan.runtime.num_threads or cores)
     free = memory_left() / (_ROOM * psutil.Process().memory_info().rss)
-    return max(0, min(cores // threads - 1, int(free)))
+    return places, 1 + (int(free) if places > 1 else 0)
 
 
 def _start(run: Run, folds: Sequence[int], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     words = [str(run.folder), run.prepared.composed.task, *map(str, folds)]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "trainfit.jobs.side_folds", *words],
+        [sys.executable, "-P", "-c", _MAIN, *words],
         stdin=subprocess.PIPE,  # it ends with this process, also if that is killed
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -167,6 +170,8 @@ def main() -> None:
     folder, task, *folds = sys.argv[1:]
     run, composed = Path(folder), configured_by(Path(folder), task)
     prepared: PreparedEncoder = job_module(task).prepare(composed)
+    gc.freeze()  # what was imported is no garbage
+    gc.enable()
     check_same_data(run, prepared)
     plan, profile = Plan.load(run / "plan.json"), HardwareProfile.load(run / "hardware.json")
     with opened(prepared, plan, profile, run, show=Show(), beside=True) as beside:
@@ -178,7 +183,3 @@ def main() -> None:
 def _end_with_parent() -> None:
     os.read(0, 1)  # ends when the other end is closed; sys.stdin would be locked at the exit
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()
