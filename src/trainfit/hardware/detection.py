@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from trainfit.core import caches
 from trainfit.core.files import cache_folder, write_whole
@@ -165,8 +167,28 @@ def tried_before() -> Path | None:
     return cache_folder() / "bf16" / hashlib.sha256(about.encode()).hexdigest()[:32]
 
 
+TRYING: list[subprocess.Popen[Any]] = []
+"""Children that `try_bf16` before the work that they were started for."""
+
+
+def try_bf16() -> None:
+    """Try a bfloat16 product in this process, a child that may die of it."""
+    import torch
+
+    square = torch.ones(64, 64, dtype=torch.bfloat16)
+    square @ square
+    if (before := tried_before()) is not None:
+        with suppress(OSError):
+            write_whole(before, "")
+
+
 def _fault_here(before: Path | None) -> str | None:
-    """Return `bf16_fault`, or None where the file `before` says so."""
+    """Return `bf16_fault`, or None where the file `before` says so, or will in a moment."""
+    ends = time.monotonic() + _SECONDS
+    while TRYING and before is not None and not before.is_file():
+        time.sleep(0.01)
+        if TRYING[-1].poll() is not None or time.monotonic() > ends:
+            TRYING.pop()
     if before is not None and before.is_file():
         return None
     fault = bf16_fault()

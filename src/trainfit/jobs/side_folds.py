@@ -83,6 +83,8 @@ class SideFolds:
         if process is None:
             return "ours"
         with stop_on_signals() as request:
+            if not self._done(number):
+                self.run.show.prepare()
             while process.poll() is None and not self._done(number):
                 if request.name is not None:
                     return "stopped"

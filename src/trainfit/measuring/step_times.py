@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainfit.core.libraries import hide_unused, unhide
 from trainfit.core.plan_records import Precision, RuntimeSettings, TaskSpec
+from trainfit.hardware.detection import try_bf16
 from trainfit.hardware.host import memory_left
 from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes
 from trainfit.planning.estimator.estimate import PROBES
@@ -51,6 +52,7 @@ def main() -> None:
     Nothing else may print to standard output.
     """
     answers, sys.stdout = sys.stdout, sys.stderr
+    try_bf16()
     _import_ahead(sys.argv[1:])
     request = StepRequest.from_json(sys.stdin.readline())
     if request.factory.startswith(PROBES) and request.arguments.get("quantization") == "none":

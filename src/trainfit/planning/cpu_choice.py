@@ -24,6 +24,7 @@ from trainfit.core.errors import RunFailed, TrainfitError
 from trainfit.core.files import keeps_cache
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import HardwareProfile, Record
+from trainfit.hardware.detection import TRYING
 from trainfit.hardware.host import probe_host
 from trainfit.planning.estimator import estimate
 from trainfit.planning.estimator.depths import folder_content
@@ -203,6 +204,7 @@ def start_ahead(*, models: bool = True) -> None:
     bf16 = host.cpu.native_bf16 and host.cpu.cores > 1 and not host.nvidia_devices
     if bf16 and not _WAITING and keeps_cache() and not any(known.glob("*.json")):
         _WAITING.append(_child(*(_MODELS if models else ())))
+        TRYING.append(_WAITING[-1])
 
 
 @contextmanager
