@@ -18,6 +18,9 @@ from trainfit.jobs import job_plan, nli, side_folds
 from trainfit.jobs.configuration import configure
 from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
+from trainfit.planning import cpu_choice
+from trainfit.planning.cpu_choice import time_steps
+from trainfit.planning.estimator import estimate
 from trainfit.runtime import environment
 
 
@@ -73,6 +76,33 @@ def test_folds_beside_have_the_bits_of_folds_in_turn(
     assert said == ["on idle cores meanwhile: fold 2 and fold 3"]
     assert files(found) == files(expected)
     assert rows(found) == rows(expected) == [1, 2, 3]
+
+
+@pytest.mark.soak
+def test_the_process_that_timed_steps_trains_folds_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several_cores(monkeypatch, 1)
+    expected = trained(tmp_path, "in_turn")
+    several_cores(monkeypatch, 2)
+    monkeypatch.setattr(side_folds, "START", 0.0)
+    monkeypatch.setattr(estimate._child(0), "_process", None)  # it serves other tests
+    really, started = side_folds._start, list[subprocess.Popen[Any]]()
+    composed = configure("nli", nli_words(tmp_path, "cv.folds=3"))
+    asked = cpu_choice._request(job_plan.question(composed, [8] * 32), 1, 1, fewer=False)
+    times = time_steps(asked.to_json(indent=None))
+    assert {time.precision for time in times.times} == {"fp32", "bf16"}
+    [timed] = cpu_choice._SERVING
+
+    def start(*arguments: Any) -> subprocess.Popen[Any]:
+        started.append(really(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(side_folds, "_start", start)
+    found = trained(tmp_path, "beside")
+    assert started[0] is timed
+    assert [process.poll() for process in started] == [0, 0]
+    assert files(found) == files(expected)
 
 
 @pytest.mark.soak

@@ -19,12 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
 from trainfit.core.libraries import search_path
-from trainfit.core.plan_records import Plan
+from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.core.records import HardwareProfile
 from trainfit.engine.distributed import stop_on_signals
 from trainfit.engine.observers import Observer
@@ -33,6 +33,7 @@ from trainfit.jobs.configuration import configured_by
 from trainfit.jobs.job_times import START, deal_folds
 from trainfit.jobs.registry import job_module
 from trainfit.jobs.run import Run, Show, check_same_data, opened
+from trainfit.planning.cpu_choice import dismiss, hand_over
 from trainfit.runtime.environment import other_gpus
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class SideFolds:
     run: Run
     current: int = 0
     """Fold that is under way here."""
-    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[int, subprocess.Popen[Any]] = field(default_factory=dict)
 
     def consider(self, seconds: float, left: Sequence[int]) -> None:
         """Start processes for the last of the folds that are left, if it is worth it."""
@@ -134,6 +135,8 @@ def side_folds(run: Run, count: int) -> Iterator[SideFolds]:
 
     if min(*_room(run), count) > 1:
         run.show = replace(show, watch=lambda title: [*show.watch(title), _FoldClock(tell)])
+    else:
+        dismiss()
     try:
         yield made
     finally:
@@ -152,10 +155,13 @@ def _room(run: Run) -> tuple[int, int]:
     return places, 1 + (int(free) if places > 1 else 0)
 
 
-def _start(run: Run, folds: Sequence[int], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    words = [str(run.folder), run.prepared.composed.task, *map(str, folds)]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", _MAIN, *words],
+def _start(run: Run, folds: Sequence[int], variables: Mapping[str, str]) -> subprocess.Popen[Any]:
+    """Start a process, or take the one that timed steps for the plan: it has imported the most."""
+    words = {"run": str(run.folder), "task": run.prepared.composed.task, "folds": list(folds)}
+    task = TaskSpec(factory=f"{__name__}:train", arguments=words)
+    handed = None if variables else hand_over(task)
+    return handed or subprocess.Popen(
+        [sys.executable, "-P", "-c", _MAIN, task.to_json(indent=None)],
         stdin=subprocess.PIPE,  # it ends with this process, also if that is killed
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -167,17 +173,22 @@ def _start(run: Run, folds: Sequence[int], variables: Mapping[str, str]) -> subp
 
 
 def main() -> None:
-    """Train folds of a run: RUN TASK FOLD…"""
+    """Train the folds that the first argument says."""
+    train(**TaskSpec.from_json(sys.argv[1]).arguments)
+
+
+def train(run: str, task: str, folds: Sequence[int]) -> None:
+    """Train folds of a run that this process's parent leads."""
     Thread(target=_end_with_parent, daemon=True).start()
-    folder, task, *folds = sys.argv[1:]
-    run, composed = Path(folder), configured_by(Path(folder), task)
+    gc.disable()
+    folder, composed = Path(run), configured_by(Path(run), task)
     prepared: PreparedEncoder = job_module(task).prepare(composed)
     gc.freeze()  # what was imported is no garbage
     gc.enable()
-    check_same_data(run, prepared)
-    plan, profile = Plan.load(run / "plan.json"), HardwareProfile.load(run / "hardware.json")
-    with opened(prepared, plan, profile, run, show=Show(), beside=True) as beside:
-        for number in map(int, folds):
+    check_same_data(folder, prepared)
+    plan, profile = Plan.load(folder / "plan.json"), HardwareProfile.load(folder / "hardware.json")
+    with opened(prepared, plan, profile, folder, show=Show(), beside=True) as beside:
+        for number in folds:
             if prepared.fold(beside, number, resume=True) is None:
                 return
 

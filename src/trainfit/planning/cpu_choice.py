@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from trainfit.core import caches
 from trainfit.core.errors import RunFailed, TrainfitError
 from trainfit.core.files import keeps_cache
-from trainfit.core.plan_records import Precision
+from trainfit.core.plan_records import Precision, TaskSpec
 from trainfit.core.records import HardwareProfile, Record
 from trainfit.hardware.detection import TRYING
 from trainfit.hardware.host import probe_host
@@ -213,9 +213,21 @@ def dismissed() -> Iterator[None]:
     try:
         yield
     finally:
-        for children in (_WAITING, _SERVING):
-            while children:
-                estimate.end(children.pop())
+        dismiss()
+
+
+def dismiss() -> None:
+    """End the children that time steps, unless they were handed over."""
+    for children in (_WAITING, _SERVING):
+        while children:
+            estimate.end(children.pop())
+
+
+def hand_over(task: TaskSpec) -> subprocess.Popen[str] | None:
+    """Have the child that timed a step do a task; None where there is none, or torch is changed."""
+    process = estimate.hand_over(task) if _SERVING else None
+    _SERVING[:] = [child for child in _SERVING if child is not process]
+    return process
 
 
 def _child(*imported: str) -> subprocess.Popen[str]:
