@@ -235,8 +235,9 @@ def test_the_child_that_timed_a_step_estimates_like_a_fresh_one(
         monkeypatch.setattr(estimate._child(child), "_process", None)
     with cpu_choice.dismissed():
         assert len(time_steps(asked.to_json(indent=None)).times) == 2
-        assert estimate.is_started(0)
+        [timed] = estimate.SPARE
         after_timing = estimate.ask([Request(task=task, targets=(target,))])
+        assert estimate._child(0)._process is timed
     assert not estimate.is_started(0)
     assert after_timing[0].error is None
     assert estimate.ask([Request(task=task, targets=(target,))], child=1) == after_timing
@@ -260,4 +261,5 @@ def test_a_child_is_handed_over_unless_a_request_changed_its_torch(
     with cpu_choice.dismissed():
         time_steps(asked)
         estimate.ask([Request(task=task, targets=())])  # no step, but a request
+        assert estimate.is_started(0)
         assert cpu_choice.hand_over(task) is None

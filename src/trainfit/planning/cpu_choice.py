@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -224,9 +224,13 @@ def dismiss() -> None:
 
 
 def hand_over(task: TaskSpec) -> subprocess.Popen[str] | None:
-    """Have the child that timed a step do a task; None where there is none, or torch is changed."""
-    process = estimate.hand_over(task) if _SERVING else None
-    _SERVING[:] = [child for child in _SERVING if child is not process]
+    """Have a child that timed steps do a task; None where none waits. Its input stays open."""
+    process = estimate.take_spare()
+    if process is not None:
+        _SERVING.remove(process)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has just died
+            print(estimate.TASK, task.to_json(indent=None), file=process.stdin, flush=True)
     return process
 
 
@@ -251,7 +255,7 @@ def time_steps(asked: str) -> StepTimes:
         fix = "set device.mixed_precision"
         raise RunFailed(f"exit code {child.wait()}, or over {_SECONDS} s", fix)
     _SERVING.append(child)
-    estimate.adopt(child)
+    estimate.SPARE.append(child)
     found = StepTimes.from_json(answer)
     if found.error is not None:
         raise RunFailed(found.error, "set device.mixed_precision")

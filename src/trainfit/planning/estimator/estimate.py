@@ -40,8 +40,10 @@ OWN_MARGIN = 0.15
 out of memory, since the allocator held more fragments than estimated."""
 PROBES = "trainfit.jobs.probes:"
 """Where the steps of the models are that trainfit knows."""
-TASK = "task: "
-"""Begin of a line that hands a child over to a task."""
+SPARE: list[subprocess.Popen[str]] = []
+"""Processes that answer requests too, now that their first work is done."""
+TASK = "task:"
+"""Begin of a line that hands such a process over to a task, in place of the first request."""
 _SECONDS = 600
 _IDLE_CORES = 1.5
 """Cores without load from which on a second child saves time."""
@@ -198,17 +200,12 @@ def is_started(child: int) -> bool:
     return _child(child).runs
 
 
-def adopt(process: subprocess.Popen[str]) -> None:
-    """Take a process that answers requests from now on as the first child, or end it."""
-    _child(0).adopt(process)
-
-
-def hand_over(task: TaskSpec) -> subprocess.Popen[str] | None:
-    """Have the first child do a task in place of requests; None where it does not run or had one.
-
-    It has imported torch, and more. Its standard input stays open.
-    """
-    return _child(0).hand_over(task)
+def take_spare() -> subprocess.Popen[str] | None:
+    """Take a process that waits for its first request, where one runs."""
+    while SPARE:
+        if (process := SPARE.pop()).poll() is None:
+            return process
+    return None
 
 
 def _is_idle() -> bool:
@@ -239,32 +236,11 @@ class _EstimatorChild:
     def __init__(self) -> None:
         self._environment = child_environment()
         self._process: subprocess.Popen[str] | None = None
-        self._asked = False
         self._lock = threading.Lock()
 
     def start(self) -> None:
         with self._lock:
             self._started()
-
-    def adopt(self, process: subprocess.Popen[str]) -> None:
-        with self._lock:
-            if self.runs:
-                end(process)
-            else:
-                self._process, self._asked = process, False
-                atexit.register(end, process)
-
-    def hand_over(self, task: TaskSpec) -> subprocess.Popen[str] | None:
-        with self._lock:
-            process = self._process
-            if process is None or not self.runs or self._asked:
-                return None
-            self._process = None
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has just died
-                process.stdin.write(f"{TASK}{task.to_json(indent=None)}\n")
-                process.stdin.flush()
-            return process
 
     @property
     def runs(self) -> bool:
@@ -275,7 +251,7 @@ class _EstimatorChild:
             return [self._ask(codec.dumps(request, indent=None)) for request in requests]
 
     def _ask(self, line: str) -> Answer:
-        process, self._asked = self._started(), True
+        process = self._started()
         try:
             answer = exchange(process, line, _SECONDS)
         except BaseException:
@@ -289,8 +265,7 @@ class _EstimatorChild:
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or not self.runs:
-            self._asked = False
-            self._process = subprocess.Popen(
+            self._process = take_spare() or subprocess.Popen(
                 [sys.executable, "-P", "-c", _MAIN],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
