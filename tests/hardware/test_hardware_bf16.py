@@ -68,8 +68,8 @@ def test_a_child_that_tries_it_before_its_work_is_waited_for(
     assert before is not None
     before.parent.mkdir(parents=True)
     does = "os.kill(os.getpid(), 4)" if dies else f"open({str(before)!r}, 'w'); time.sleep(60)"
-    with subprocess.Popen(child(f"import os, time; time.sleep(0.2); {does}")) as process:
-        monkeypatch.setattr(detection, "TRYING", [process])
+    with subprocess.Popen(child(f"import os, time; time.sleep(0.2); {does}"), text=True) as process:
+        monkeypatch.setattr(detection, "AHEAD", [process])
         assert detection._fault_here(before) is None
         assert found == tried
         process.kill()

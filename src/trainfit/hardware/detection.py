@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from trainfit.core import caches
 from trainfit.core.files import cache_folder, write_whole
@@ -167,8 +166,8 @@ def tried_before() -> Path | None:
     return cache_folder() / "bf16" / hashlib.sha256(about.encode()).hexdigest()[:32]
 
 
-TRYING: list[subprocess.Popen[Any]] = []
-"""Children that `try_bf16` before the work that they were started for."""
+AHEAD: list[subprocess.Popen[str]] = []
+"""A child that was started ahead of its work, and does `try_bf16` first."""
 
 
 def try_bf16() -> None:
@@ -185,10 +184,10 @@ def try_bf16() -> None:
 def _fault_here(before: Path | None) -> str | None:
     """Return `bf16_fault`, or None where the file `before` says so, or will in a moment."""
     ends = time.monotonic() + _SECONDS
-    while TRYING and before is not None and not before.is_file():
+    while before is not None and not before.is_file() and time.monotonic() < ends:
+        if not AHEAD or AHEAD[0].poll() is not None:
+            break
         time.sleep(0.01)
-        if TRYING[-1].poll() is not None or time.monotonic() > ends:
-            TRYING.pop()
     if before is not None and before.is_file():
         return None
     fault = bf16_fault()

@@ -24,7 +24,7 @@ from trainfit.core.errors import RunFailed, TrainfitError
 from trainfit.core.files import keeps_cache
 from trainfit.core.plan_records import Precision, TaskSpec
 from trainfit.core.records import HardwareProfile, Record
-from trainfit.hardware.detection import TRYING
+from trainfit.hardware.detection import AHEAD
 from trainfit.hardware.host import probe_host
 from trainfit.planning.estimator import estimate
 from trainfit.planning.estimator.depths import folder_content
@@ -188,8 +188,6 @@ def _timed(place: Path, asked: str) -> StepTimes:
     return caches.read(StepTimes, place) or StepTimes(error=_NOT_KEPT)
 
 
-_WAITING: list[subprocess.Popen[str]] = []
-"""A child that was started ahead, and waits for its request."""
 _SERVING: list[subprocess.Popen[str]] = []
 """Children that have timed a step, and serve the estimator."""
 _MODELS = ("transformers.modeling_utils", "trainfit.jobs.probes")
@@ -202,9 +200,8 @@ def start_ahead(*, models: bool = True) -> None:
     """
     host, known = probe_host(Path()), estimate.place(_FOLDER).parent
     bf16 = host.cpu.native_bf16 and host.cpu.cores > 1 and not host.nvidia_devices
-    if bf16 and not _WAITING and keeps_cache() and not any(known.glob("*.json")):
-        _WAITING.append(_child(*(_MODELS if models else ())))
-        TRYING.append(_WAITING[-1])
+    if bf16 and not AHEAD and keeps_cache() and not any(known.glob("*.json")):
+        AHEAD.append(_child(*(_MODELS if models else ())))
 
 
 @contextmanager
@@ -218,7 +215,7 @@ def dismissed() -> Iterator[None]:
 
 def dismiss() -> None:
     """End the children that time steps, unless they were handed over."""
-    for children in (_WAITING, _SERVING):
+    for children in (AHEAD, _SERVING):
         while children:
             estimate.end(children.pop())
 
@@ -249,7 +246,7 @@ def _child(*imported: str) -> subprocess.Popen[str]:
 
 def time_steps(asked: str) -> StepTimes:
     """Time the request in a child process, which then serves the estimator: it has all imported."""
-    child = _WAITING.pop() if _WAITING else _child()
+    child = AHEAD.pop() if AHEAD else _child()
     answer = estimate.exchange(child, asked, _SECONDS)
     if not answer:
         fix = "set device.mixed_precision"

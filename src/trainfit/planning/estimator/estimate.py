@@ -28,6 +28,7 @@ from trainfit.core.files import cache_folder
 from trainfit.core.libraries import search_path, warn_of_newer
 from trainfit.core.plan_records import MemoryEstimate, TaskSpec
 from trainfit.hardware.catalogue import GpuSpec, find
+from trainfit.hardware.host import allowed_by_affinity, load
 from trainfit.planning.estimator.step_time import Done, recorded
 
 GIB = 1024**3
@@ -46,7 +47,7 @@ TASK = "task:"
 """Begin of a line that hands such a process over to a task, in place of the first request."""
 _SECONDS = 600
 _IDLE_CORES = 1.5
-"""Cores without load from which on a second child saves time."""
+"""Cores without load from which on a second child saves time: it imports for three seconds."""
 _MAIN = "import gc; gc.disable(); from trainfit.planning.estimator.child import main; main()"
 """Program of a child: it imports in three quarters of the time without looking for garbage."""
 
@@ -191,7 +192,7 @@ def ask(requests: Sequence[Request], child: int = 0) -> list[Answer]:
 def start(children: int) -> None:
     """Start children ahead of their first request; more than one where cores are idle."""
     for number in range(children):
-        if number == 0 or _is_idle():
+        if number == 0 or allowed_by_affinity() - load() >= _IDLE_CORES:
             _child(number).start()
 
 
@@ -206,14 +207,6 @@ def take_spare() -> subprocess.Popen[str] | None:
         if (process := SPARE.pop()).poll() is None:
             return process
     return None
-
-
-def _is_idle() -> bool:
-    """Tell if at least two cores have nothing to do: a child imports for three seconds."""
-    try:
-        return len(os.sched_getaffinity(0)) - os.getloadavg()[0] >= _IDLE_CORES
-    except (OSError, AttributeError):
-        return False
 
 
 def _child(number: int) -> _EstimatorChild:
