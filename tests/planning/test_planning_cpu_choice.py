@@ -258,6 +258,12 @@ def test_a_child_is_handed_over_unless_a_request_changed_its_torch(
     assert process is not None
     assert process.wait(60) == 0  # and was not ended
     assert folder.is_dir()
+    folder.rmdir()
+    ahead = cpu_choice._child()  # which has timed nothing yet
+    monkeypatch.setattr(cpu_choice, "AHEAD", [ahead])
+    assert cpu_choice.hand_over(task) is ahead
+    assert ahead.wait(60) == 0
+    assert folder.is_dir()
     with cpu_choice.dismissed():
         time_steps(asked)
         estimate.ask([Request(task=task, targets=())])  # no step, but a request

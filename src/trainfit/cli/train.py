@@ -194,7 +194,7 @@ def command(
     first = os.environ.get("RANK", "0") == "0"
     if hub is not None and first:
         check_push_of(task, composed.config, hub)
-    plan_ahead(composed)
+    plan_ahead(composed, trains=not dry_run)
     with loading():
         from trainfit.jobs import job_times
         from trainfit.reports import training_lines

@@ -130,9 +130,8 @@ def deal_folds(folds: int, cores: int, most: int, seconds: float, start: float) 
     """
     cores = min(cores, most, folds)
     each, odd = divmod(folds, cores)
-    deals = [[each + (number < odd) for number in range(cores)]]
-    if odd and cores + -(-odd // each) <= most:
-        deals.append([each] * cores + [min(each, odd - n) for n in range(0, odd, each)])
+    even = [each + (number < odd) for number in range(cores)]
+    shared = [each] * cores + [min(each, odd - n) for n in range(0, odd, each)]
 
     def end(deal: Sequence[int]) -> float:
         work = sorted(seconds * n + (start if number else 0.0) for number, n in enumerate(deal))
@@ -140,7 +139,7 @@ def deal_folds(folds: int, cores: int, most: int, seconds: float, start: float) 
         steps = zip(pairwise([0.0, *work]), shares, strict=True)
         return sum((after - before) * share for (before, after), share in steps)
 
-    best = min(deals, key=end)
+    best = min(even, shared if len(shared) <= most else even, key=end)
     return best if seconds * folds - end(best) > start else [folds]
 
 

@@ -269,7 +269,7 @@ def train(composed: Composed, show: Show | None = None, *, resume: Path | None =
         if device.type == "cuda":
             start_gpu(device, compilers=composed.config.optimization.compile is not False)
         if profile.gpu is None:
-            job_plan.plan_ahead(composed)
+            job_plan.plan_ahead(composed, trains=True)
         with show.busy("preparing the data"), timeline.stage("data"):
             prepared: Prepared = job_module(composed.task).prepare(composed)
         with show.busy("planning"), timeline.stage("plan"):

@@ -21,7 +21,7 @@ from trainfit.core.plan_records import Precision, RuntimeSettings, TaskSpec
 from trainfit.hardware.detection import try_bf16
 from trainfit.hardware.host import load, memory_left
 from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes
-from trainfit.planning.estimator.estimate import PROBES
+from trainfit.planning.estimator.estimate import PROBES, was_handed_over
 from trainfit.runtime import applied
 
 Step = Callable[[], object]
@@ -53,7 +53,10 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     try_bf16()
     _import_ahead(sys.argv[1:])
-    request = StepRequest.from_json(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if was_handed_over(line):
+        return
+    request = StepRequest.from_json(line)
     if request.factory.startswith(PROBES) and request.arguments.get("quantization") == "none":
         hide_unused()
     else:

@@ -193,14 +193,14 @@ _SERVING: list[subprocess.Popen[str]] = []
 _MODELS = ("transformers.modeling_utils", "trainfit.jobs.probes")
 
 
-def start_ahead(*, models: bool = True) -> None:
-    """Start the child now, if no step was ever timed on this machine and one may be soon.
+def start_ahead(*, models: bool = True, folds: bool = False) -> None:
+    """Start the child now, if no step was ever timed on this machine, or `folds` may need it.
 
     It imports torch, and what `models` of transformers need, while this process does other things.
     """
     host, known = probe_host(Path()), estimate.place(_FOLDER).parent
-    bf16 = host.cpu.native_bf16 and host.cpu.cores > 1 and not host.nvidia_devices
-    if bf16 and not AHEAD and keeps_cache() and not any(known.glob("*.json")):
+    idle = host.cpu.cores > 1 and not host.nvidia_devices and not AHEAD and keeps_cache()
+    if idle and (folds or (host.cpu.native_bf16 and not any(known.glob("*.json")))):
         AHEAD.append(_child(*(_MODELS if models else ())))
 
 
@@ -221,10 +221,10 @@ def dismiss() -> None:
 
 
 def hand_over(task: TaskSpec) -> subprocess.Popen[str] | None:
-    """Have a child that timed steps do a task; None where none waits. Its input stays open."""
-    process = estimate.take_spare()
+    """Have a child that waits do a task; None where there is none. Its input stays open."""
+    process = AHEAD.pop() if AHEAD else estimate.take_spare()
     if process is not None:
-        _SERVING.remove(process)
+        _SERVING[:] = [child for child in _SERVING if child is not process]
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has just died
             print(estimate.TASK, task.to_json(indent=None), file=process.stdin, flush=True)

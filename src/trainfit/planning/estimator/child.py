@@ -27,11 +27,10 @@ from torch.utils._pytree import tree_iter
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, TrainfitError, in_one_line, user_line
 from trainfit.core.libraries import hide_unused, unhide
-from trainfit.core.plan_records import TaskSpec
 from trainfit.kernels.quantized import count_weights
 from trainfit.planning.estimator import compiled_steps, fake_cuda
 from trainfit.planning.estimator.allocator import Event, replay
-from trainfit.planning.estimator.estimate import PROBES, TASK, Answer, Request, Room
+from trainfit.planning.estimator.estimate import PROBES, Answer, Request, Room, was_handed_over
 from trainfit.planning.estimator.kernel_buffers import Device
 from trainfit.planning.estimator.meta_device import on_meta, pretrained_by_config
 from trainfit.planning.estimator.quick_fakes import QuickFakes
@@ -74,10 +73,7 @@ def main(answers: TextIO | None = None) -> None:
         answers, sys.stdout = sys.stdout, sys.stderr
     for number, line in enumerate(iter(sys.stdin.readline, "")):
         if number == 0:
-            if line.startswith(TASK):
-                unhide()
-                task = TaskSpec.from_json(line.removeprefix(TASK))
-                task.function()(**task.arguments)
+            if was_handed_over(line):
                 return
             fake_cuda.install()
             compiled_steps.install()

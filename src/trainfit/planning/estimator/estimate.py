@@ -25,7 +25,7 @@ from typing import Any
 from trainfit.core import caches, codec
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.core.files import cache_folder
-from trainfit.core.libraries import search_path, warn_of_newer
+from trainfit.core.libraries import search_path, unhide, warn_of_newer
 from trainfit.core.plan_records import MemoryEstimate, TaskSpec
 from trainfit.hardware.catalogue import GpuSpec, find
 from trainfit.hardware.host import allowed_by_affinity, load
@@ -44,7 +44,7 @@ PROBES = "trainfit.jobs.probes:"
 SPARE: list[subprocess.Popen[str]] = []
 """Processes that answer requests too, now that their first work is done."""
 TASK = "task:"
-"""Begin of a line that hands such a process over to a task, in place of the first request."""
+"""Begin of a line that hands a child over to a task, in place of its first request."""
 _SECONDS = 600
 _IDLE_CORES = 1.5
 """Cores without load from which on a second child saves time: it imports for three seconds."""
@@ -207,6 +207,16 @@ def take_spare() -> subprocess.Popen[str] | None:
         if (process := SPARE.pop()).poll() is None:
             return process
     return None
+
+
+def was_handed_over(line: str) -> bool:
+    """Do the task of a line, in a child whose torch is as it was; False for another line."""
+    if not line.startswith(TASK):
+        return False
+    unhide()
+    task = TaskSpec.from_json(line.removeprefix(TASK))
+    task.function()(**task.arguments)
+    return True
 
 
 def _child(number: int) -> _EstimatorChild:
