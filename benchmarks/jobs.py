@@ -90,6 +90,8 @@ class Job:
     pooling: str | None = None
     """Pooling of the Trainer script's classifier; None: that of transformers' own head."""
     learning_rate: float = 2e-5
+    patience: int | None = None
+    """Evaluations without a better one that end a fold; None: in so few epochs none would."""
     max_length: int = 512
     scale: str = "full"
     max_steps: int | None = None
@@ -162,10 +164,11 @@ JOBS = {
         batch=32,
         pooling="max",  # as the experiment has it
         learning_rate=3e-3,
+        patience=3,
         max_length=64,
         words=("hardware=auto", "cv.folds=5"),
         data_words=("experiment=nli_embedded",),
-        notes="Trainer's classifier pools by the maximum, as trainfit's; earlier records averaged.",
+        notes="Trainer's classifier pools by the maximum and stops early, as trainfit's does.",
         settings=(Setting("fp32", 0), Setting("fp32", 0, 1), Setting("bf16", 0)),
     ),
     "steps": Job(title="samples per second by batch", posts=400, words=("baselines=false",)),
@@ -298,6 +301,7 @@ def read_folder(runs: Path, job: Job) -> dict[str, Any]:
         "stages": timeline.seconds_by_stage(read.timeline),
         "samples_per_second": median(settled) if settled else None,
         "f1": results.get("metrics", {}).get("f1"),
+        "steps": sum(int(part.result.get("steps") or 0) for part in read.parts),
         "val_loss": results.get("val_loss"),
         "events": sum(len(part.events) for part in read.parts),
     }
@@ -346,6 +350,7 @@ def run_trainer(bench: Bench, job: Job, cold: bool, setting: Setting) -> dict[st
         "method": job.method,
         "pooling": job.pooling,
         "learning_rate": job.learning_rate,
+        "patience": job.patience,
         "precision": setting.precision,
         "workers": 0 if bench.tiny else setting.workers,
         "threads": setting.threads,

@@ -30,6 +30,7 @@ from transformers import (  # noqa: E402
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
+    EarlyStoppingCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -264,6 +265,9 @@ def train_fold(
     began = time.time()
     with stage("build"):
         model = build(tokenizer)
+    callbacks: list[TrainerCallback] = [Watch()]
+    if SPEC.get("patience"):
+        callbacks.append(EarlyStoppingCallback(SPEC["patience"]))
     trainer = Timed(
         model=model,
         args=arguments(folder, **changes),
@@ -272,7 +276,7 @@ def train_fold(
         data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8),
         compute_metrics=f1_of,
         compute_loss_func=weighted_loss([row["labels"] for row in train]),
-        callbacks=[Watch()],
+        callbacks=callbacks,
     )
     trainer.train()
     wait()
@@ -286,7 +290,8 @@ def train_fold(
     elif scored == "validation":
         score = max(row["eval_f1"] for row in trainer.state.log_history if "eval_f1" in row)
     shutil.rmtree(folder, ignore_errors=True)
-    RESULT["folds"].append({"seconds": time.time() - began, "f1": score})
+    steps = trainer.state.global_step
+    RESULT["folds"].append({"seconds": time.time() - began, "f1": score, "steps": steps})
     keep(f1=float(np.mean([fold["f1"] for fold in RESULT["folds"]])))
     return score
 

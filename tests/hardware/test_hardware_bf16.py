@@ -57,6 +57,24 @@ def test_a_good_trial_is_kept_for_the_machine_and_a_fault_is_not(
     assert detection.tried_before() is None
 
 
+@pytest.mark.parametrize(("dies", "tried"), [(False, []), (True, ["here"])])
+def test_a_child_that_tries_it_before_its_work_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool, tried: list[str]
+):
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path))
+    found: list[str] = []
+    monkeypatch.setattr(detection, "bf16_fault", lambda: found.append("here"))
+    before = detection.tried_before()
+    assert before is not None
+    before.parent.mkdir(parents=True)
+    does = "os.kill(os.getpid(), 4)" if dies else f"open({str(before)!r}, 'w'); time.sleep(60)"
+    with subprocess.Popen(child(f"import os, time; time.sleep(0.2); {does}"), text=True) as process:
+        monkeypatch.setattr(detection, "AHEAD", [process])
+        assert detection._fault_here(before) is None
+        assert found == tried
+        process.kill()
+
+
 def test_a_processor_that_only_claims_bf16_is_believed_no_longer():
     profile = as_if(find("t4"))
     claims = replace(profile, cpu=replace(profile.cpu, native_bf16=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,13 +176,13 @@ def test_folds_beside_on_idle_cores_are_left_out(tmp_path: Path, tracked: bool) 
     first = with_job_time(made, asked, cores, load)
     assert first.time is not None
     steps = 2 * -(-1280 // made.effective_batch_size)  # of a fold
-    # Three of five folds were trained here: 20 s each in steps, and 10 s in evaluations.
-    took = dict.fromkeys(first.time.by_rule, 1.0) | {"steps": 3 * 20.0, "evaluation": 3 * 10.0}
-    job_times.learn(ended(tmp_path / "run", first, took, here=(1, 2, 3)))
+    # Two of five folds were trained here: 20 s each in steps, and 10 s in evaluations.
+    took = dict.fromkeys(first.time.by_rule, 1.0) | {"steps": 2 * 20.0, "evaluation": 2 * 10.0}
+    job_times.learn(ended(tmp_path / "run", first, took, here=(1, 2)))
     second = with_job_time(made, asked, cores, load)
     assert second.time is not None
     assert second.time.step_seconds == pytest.approx(20.0 / steps)
-    folds = 5 if tracked else 3  # a tracker sees one process
+    folds = 5 if tracked else 2  # a tracker sees one process
     assert second.time.stages["steps"] == pytest.approx(folds * 20.0)
     assert second.time.stages["evaluation"] == pytest.approx(folds * 10.0)
     assert second.time.stages["export"] == pytest.approx(1.0)
@@ -218,3 +219,25 @@ def test_recorded_jobs_took_what_the_rules_say(
     assert made.time is not None
     assert made.time.job_seconds == pytest.approx(run["seconds"], rel=0.1)
     assert made.time.stages["compile"] == pytest.approx(run["stages"]["compile"], rel=0.41)
+
+
+def wall_seconds(deal: list[int], cores: int, seconds: float, start: float) -> float:
+    """Let the cores take turns at the processes, a tenth of a second at a time."""
+    waiting = deque(round(10 * (seconds * n + start * (at > 0))) for at, n in enumerate(deal))
+    turns = 0
+    while waiting:
+        turns += 1
+        running = [waiting.popleft() for _ in range(min(cores, len(waiting)))]
+        waiting += [left - 1 for left in running if left > 1]
+    return turns / 10
+
+
+@pytest.mark.parametrize(("folds", "cores"), [(3, 2), (5, 2), (7, 2), (10, 2), (5, 4), (10, 4)])
+def test_odd_folds_leave_no_core_without_work(folds: int, cores: int) -> None:
+    long, start = 60.0, 3.0
+    deal = job_times.deal_folds(folds, cores, 2 * cores, long, start)
+    assert sum(deal) == folds
+    assert wall_seconds(deal, cores, long, start) < long * folds / cores + 3 * start
+    alone = job_times.deal_folds(folds, cores, cores, long, start)  # no room for more processes
+    assert (len(alone), max(alone)) == (cores, -(-folds // cores))
+    assert job_times.deal_folds(folds, cores, 2 * cores, 0.5, start) == [folds]

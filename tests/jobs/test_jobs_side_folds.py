@@ -18,6 +18,9 @@ from trainfit.jobs import job_plan, nli, side_folds
 from trainfit.jobs.configuration import configure
 from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
+from trainfit.planning import cpu_choice
+from trainfit.planning.cpu_choice import time_steps
+from trainfit.planning.estimator import estimate
 from trainfit.runtime import environment
 
 
@@ -68,11 +71,38 @@ def test_folds_beside_have_the_bits_of_folds_in_turn(
     monkeypatch.setattr(side_folds, "_start", start)
     said: list[str] = []
     found = trained(tmp_path, "beside", show=Show(note=said.append))
-    assert len(started) == 1
-    assert started[0].poll() == (-signal.SIGKILL if dies else 0)
-    assert said == ["on idle cores meanwhile: fold 3"]
+    ended = -signal.SIGKILL if dies else 0
+    assert [process.poll() for process in started] == [ended, ended]  # the odd fold has its own
+    assert said == ["on idle cores meanwhile: fold 2 and fold 3"]
     assert files(found) == files(expected)
     assert rows(found) == rows(expected) == [1, 2, 3]
+
+
+@pytest.mark.soak
+def test_the_process_that_timed_steps_trains_folds_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several_cores(monkeypatch, 1)
+    expected = trained(tmp_path, "in_turn")
+    several_cores(monkeypatch, 2)
+    monkeypatch.setattr(side_folds, "START", 0.0)
+    monkeypatch.setattr(estimate._child(0), "_process", None)  # it serves other tests
+    really, started = side_folds._start, list[subprocess.Popen[Any]]()
+    composed = configure("nli", nli_words(tmp_path, "cv.folds=3"))
+    asked = cpu_choice._request(job_plan.question(composed, [8] * 32), 1, 1, fewer=False)
+    times = time_steps(asked.to_json(indent=None))
+    assert {time.precision for time in times.times} == {"fp32", "bf16"}
+    [timed] = cpu_choice._SERVING
+
+    def start(*arguments: Any) -> subprocess.Popen[Any]:
+        started.append(really(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(side_folds, "_start", start)
+    found = trained(tmp_path, "beside")
+    assert started[0] is timed
+    assert [process.poll() for process in started] == [0, 0]
+    assert files(found) == files(expected)
 
 
 @pytest.mark.soak
@@ -113,22 +143,26 @@ def test_cores_in_use_and_short_folds_start_no_process(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "given"),
+    ("seconds", "room", "given"),
     [
-        (12.0, [3, 4]),  # 36 s instead of 60
-        (4.0, None),  # 20 s alone, 14 with the start of a process: not worth it
+        (30.0, (2, 3), [[2, 3], [4]]),  # 2.5 rounds
+        (30.0, (2, 2), [[3, 4]]),  # the memory has no room for a third
+        (2.0, (2, 3), []),  # 10 s alone, 7.5 with the start of a process: not worth it
+        (30.0, (1, 1), []),
     ],
 )
 def test_a_process_starts_for_what_the_whole_job_saves(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, given: list[int] | None
+    monkeypatch: pytest.MonkeyPatch, seconds: float, room: tuple[int, int], given: list[Any]
 ) -> None:
     started: list[Any] = []
     monkeypatch.setattr(side_folds, "other_gpus", list)
-    monkeypatch.setattr(side_folds, "_idle", lambda _run: 1)
-    monkeypatch.setattr(side_folds, "_start", lambda _run, folds, _variables: started.append(folds))
+    monkeypatch.setattr(side_folds, "_room", lambda _run: room)
+    monkeypatch.setattr(
+        side_folds, "_start", lambda _run, folds, _variables: started.append([*folds])
+    )
     beside = side_folds.SideFolds(SimpleNamespace(show=Show()))  # type: ignore[arg-type]
     beside.consider(seconds, range(5))
-    assert started == ([] if given is None else [given])
+    assert started == given
 
 
 def test_the_first_steps_tell_the_seconds_of_a_fold(monkeypatch: pytest.MonkeyPatch) -> None:

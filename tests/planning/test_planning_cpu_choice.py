@@ -235,8 +235,37 @@ def test_the_child_that_timed_a_step_estimates_like_a_fresh_one(
         monkeypatch.setattr(estimate._child(child), "_process", None)
     with cpu_choice.dismissed():
         assert len(time_steps(asked.to_json(indent=None)).times) == 2
-        assert estimate.is_started(0)
+        [timed] = estimate.SPARE
         after_timing = estimate.ask([Request(task=task, targets=(target,))])
+        assert estimate._child(0)._process is timed
     assert not estimate.is_started(0)
     assert after_timing[0].error is None
     assert estimate.ask([Request(task=task, targets=(target,))], child=1) == after_timing
+
+
+@pytest.mark.soak
+def test_a_child_is_handed_over_unless_a_request_changed_its_torch(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(estimate._child(0), "_process", None)  # it serves other tests
+    folder = tmp_path / "made"
+    task = TaskSpec(factory="os:mkdir", arguments={"path": str(folder)})
+    assert cpu_choice.hand_over(task) is None
+    asked = request_for(model, rows=4, width=16).to_json(indent=None)
+    with cpu_choice.dismissed():
+        time_steps(asked)
+        process = cpu_choice.hand_over(task)
+    assert process is not None
+    assert process.wait(60) == 0  # and was not ended
+    assert folder.is_dir()
+    folder.rmdir()
+    ahead = cpu_choice._child()  # which has timed nothing yet
+    monkeypatch.setattr(cpu_choice, "AHEAD", [ahead])
+    assert cpu_choice.hand_over(task) is ahead
+    assert ahead.wait(60) == 0
+    assert folder.is_dir()
+    with cpu_choice.dismissed():
+        time_steps(asked)
+        estimate.ask([Request(task=task, targets=())])  # no step, but a request
+        assert estimate.is_started(0)
+        assert cpu_choice.hand_over(task) is None

@@ -143,6 +143,7 @@ def quick_imports() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            gc.freeze()  # nor among these later: what follows imports more
             gc.enable()
 
 

@@ -196,7 +196,7 @@ def command(
     first = run_folder.is_first_rank()
     if hub is not None and first:
         _check_push_of(task, composed.config, hub)
-    plan_ahead(composed)
+    plan_ahead(composed, trains=not dry_run)
     with loading():
         from trainfit.jobs import job_times
         from trainfit.reports import training_lines

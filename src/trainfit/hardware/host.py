@@ -244,6 +244,14 @@ def memory_here() -> int:
     return _memory_now()[0]
 
 
+def load() -> float:
+    """Processes that ran or waited for a core in the last minute; inf where no system tells."""
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):
+        return math.inf
+
+
 def memory_left() -> int:
     """Bytes of memory that this process may still take."""
     return _memory_now()[1]

@@ -7,6 +7,7 @@ folds. Beside a GPU a child process scores them while the model trains (`in_back
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -221,6 +222,7 @@ def main() -> None:
     if hasattr(os, "nice"):
         os.nice(10)
     end_with_parent()
+    gc.disable()  # it imports for half of its time, and ends soon
     if sent := sys.stdin.buffer.read():
         with np.load(io.BytesIO(sent), allow_pickle=False) as arrays:
             print(json.dumps(score(dict(arrays))), flush=True)

@@ -120,10 +120,12 @@ def answer(
     return choose_freezing(composed, asked, lambda one, _: {"here": make(one)}, ["here"])["here"]
 
 
-def plan_ahead(composed: Composed) -> None:
-    """Start the process that times steps on a CPU, if the plan of this job may need it."""
-    if composed.config.device.mixed_precision == "auto" and run_folder.is_first_rank():
-        start_ahead(models=_FACTORIES.get(composed.task) == _FACTORIES["nli"])
+def plan_ahead(composed: Composed, *, trains: bool = False) -> None:
+    """Start the process that times steps on a CPU, if the plan of this job or its folds need it."""
+    folds = trains and getattr(getattr(composed.config, "cv", None), "folds", None) is not None
+    timed = composed.config.device.mixed_precision == "auto"
+    if (folds or timed) and run_folder.is_first_rank():
+        start_ahead(models=_FACTORIES.get(composed.task) == _FACTORIES["nli"], folds=folds)
 
 
 def _check_liger(asked: Question, profile: HardwareProfile) -> None:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ tokens."""
 _FORWARD_ADAPTED = 0.8
 _PER_FOLD = ("steps", "features", "receipt", "evaluation", "checkpoint", "judge", "between folds")
 """Stages that a fold takes with it to another process."""
-START = 6.0
-"""Seconds that a process for folds takes to start, and that it must save besides."""
+START = 3.5
+"""Seconds that a process for folds takes to start, and that others must save besides."""
 _OPERATIONS = {"full": 6, "frozen": 0.1}
 """Operations per weight and token of a training; with adapters 4. A frozen encoder runs once."""
 CORE_RATE = 4e10
@@ -126,20 +127,34 @@ def with_job_time(plan: Plan, question: Question, profile: HardwareProfile, load
     return replace(plan, time=replace(time, job_seconds=whole, stages=stages, by_rule=by_rule))
 
 
-def folds_here(folds: int, workers: int, seconds: float, start: float) -> int:
-    """Count the folds that are left to this process; all, if further processes save too little."""
-    own = -(-folds // (workers + 1))  # each takes as many as this process does, which has a start
-    others = start + seconds * -(-(folds - own) // workers)
-    return own if seconds * folds - max(seconds * own, others) > start else folds
+def deal_folds(folds: int, cores: int, most: int, seconds: float, start: float) -> list[int]:
+    """Deal folds of `seconds` to processes; all to the first, this one, if others save too little.
+
+    Each of the others, at most `most` with this one, has a start. Where the folds do not divide by
+    the cores, further processes may take the odd ones, and all share the cores until they are done.
+    """
+    cores = min(cores, most, folds)
+    each, odd = divmod(folds, cores)
+    even = [each + (number < odd) for number in range(cores)]
+    shared = [each] * cores + [min(each, odd - n) for n in range(0, odd, each)]
+
+    def end(deal: Sequence[int]) -> float:
+        work = sorted(seconds * n + (start if number else 0.0) for number, n in enumerate(deal))
+        shares = [max(1.0, left / cores) for left in range(len(work), 0, -1)]
+        steps = zip(pairwise([0.0, *work]), shares, strict=True)
+        return sum((after - before) * share for (before, after), share in steps)
+
+    best = min(even, shared if len(shared) <= most else even, key=end)
+    return best if seconds * folds - end(best) > start else [folds]
 
 
 def _beside(stages: dict[str, float], plan: Plan, folds: int, cores: int) -> dict[str, float]:
     """Leave out the folds that train on idle cores meanwhile."""
-    workers = min(cores // (plan.runtime.num_threads or cores), folds) - 1
-    if plan.device != "cpu" or workers < 1:
+    places = cores // (plan.runtime.num_threads or cores)
+    if plan.device != "cpu" or places < 2:
         return stages
     seconds = sum(stages.get(stage, 0.0) for stage in _PER_FOLD) / folds
-    share = folds_here(folds, workers, seconds, START) / folds
+    share = deal_folds(folds, places, 2 * places, seconds, START)[0] / folds
     return {stage: n * (share if stage in _PER_FOLD else 1.0) for stage, n in stages.items()}
 
 

@@ -43,7 +43,7 @@ from trainfit.engine.saved_state import load_model
 from trainfit.jobs import job_plan, job_times, tuned_plans
 from trainfit.jobs.registry import is_own, job_module, load, source_digest
 from trainfit.measuring.receipt import save_receipt
-from trainfit.planning.cpu_choice import dismissed
+from trainfit.planning.cpu_choice import dismiss, dismissed
 from trainfit.runs import run_folder, timeline
 from trainfit.runs.opening import DataSetup, RunSetup
 from trainfit.runs.run_folder import Tracker
@@ -266,17 +266,18 @@ def train(composed: Composed, show: Show | None = None, *, resume: Path | None =
     show = show or Show()
     with show.busy("looking at the hardware"):
         profile = job_plan.machine(composed)
-    with joined(profile.device) as (world, device):
+    with joined(profile.device) as (world, device), dismissed():
         show = show if world.first else Show()
         if device.type == "cuda":
             start_gpu(device, compilers=composed.config.optimization.compile is not False)
         if profile.gpu is None:
-            job_plan.plan_ahead(composed)
-        with dismissed():
-            with show.busy("preparing the data"), timeline.stage("data"):
-                prepared: Prepared = job_module(composed.task).prepare(composed)
-            with show.busy("planning"), timeline.stage("plan"):
-                plan, folder = begin(prepared, profile, world, resume)
+            job_plan.plan_ahead(composed, trains=True)
+        with show.busy("preparing the data"), timeline.stage("data"):
+            prepared: Prepared = job_module(composed.task).prepare(composed)
+        with show.busy("planning"), timeline.stage("plan"):
+            plan, folder = begin(prepared, profile, world, resume)
+        if prepared.folds == 1:  # else it may train some of them
+            dismiss()
         if world.first:
             timeline.write_to(folder)
         if resume is None:

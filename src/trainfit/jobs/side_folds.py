@@ -1,13 +1,15 @@
 """Folds that train beside others: in processes of their own, on idle cores or on other GPUs.
 
 A small model is fastest on few threads. Once the first steps have shown that a fold takes its time,
-the last ones are trained by further processes, in the folder of the same run and to the same bits.
+the last ones are trained by further processes, in the folder of the same run and to the same bits:
+one on each idle core, and another where an odd fold would leave all cores but one without work.
 Where the job has several GPUs (environment.py), they start at once. A fold that such a process
 leaves undone is trained here.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -17,20 +19,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
 from trainfit.core.libraries import search_path
-from trainfit.core.plan_records import Plan
+from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.core.records import HardwareProfile
 from trainfit.engine.distributed import stop_on_signals
 from trainfit.engine.observers import Observer
 from trainfit.hardware.host import memory_left
 from trainfit.jobs.configuration import configured_by
-from trainfit.jobs.job_times import START, folds_here
+from trainfit.jobs.job_times import START, deal_folds
 from trainfit.jobs.registry import job_module
 from trainfit.jobs.run import Run, Show, check_same_data, opened
+from trainfit.planning.cpu_choice import dismiss, hand_over
 from trainfit.runtime.environment import other_gpus
 
 if TYPE_CHECKING:
@@ -40,6 +43,8 @@ _FIRST, _TIMED = 10, 20
 """Steps that are not timed, and then those that are, to tell how long a fold takes."""
 _ROOM = 2.0
 """Memory that must be free for a process, as a multiple of what this one takes."""
+_MAIN = "import gc; gc.disable(); from trainfit.jobs.side_folds import main; main()"
+"""Program of a process: it imports in three quarters of the time without looking for garbage."""
 _PATIENCE = 60.0
 """Seconds that a process has for its checkpoint when it is asked to stop."""
 
@@ -51,25 +56,24 @@ class SideFolds:
     run: Run
     current: int = 0
     """Fold that is under way here."""
-    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[int, subprocess.Popen[Any]] = field(default_factory=dict)
 
     def consider(self, seconds: float, left: Sequence[int]) -> None:
         """Start processes for the last of the folds that are left, if it is worth it."""
         gpus = other_gpus()
-        places = gpus or [{}] * _idle(self.run)
-        workers = min(len(places), len(left) - 1)
-        if self.processes or workers < 1:
+        cores, most = (len(gpus) + 1,) * 2 if gpus else _room(self.run)
+        if self.processes or min(most, len(left)) < 2:
             return
         # A GPU that is idle costs nothing, so whatever is saved counts.
-        own = folds_here(len(left), workers, seconds, -1.0 if gpus else START)
-        if own == len(left):
+        own, *others = deal_folds(len(left), cores, most, seconds, -1.0 if gpus else START)
+        rest = left[own:]
+        for worker, count in enumerate(others):
+            given, rest = rest[:count], rest[count:]
+            process = _start(self.run, given, gpus[worker] if gpus else {})
+            self.processes |= dict.fromkeys(given, process)
+        if not others:
             return
-        rest = list(left[own:])
-        for worker in range(workers):
-            if given := rest[worker::workers]:
-                process = _start(self.run, given, places[worker])
-                self.processes |= dict.fromkeys(given, process)
-        named = " and ".join(f"fold {number + 1}" for number in rest)
+        named = " and ".join(f"fold {number + 1}" for number in self.processes)
         where = "on other GPUs" if gpus else "on idle cores"
         self.run.show.note(f"{where} meanwhile: {named}")
 
@@ -80,6 +84,8 @@ class SideFolds:
         if process is None:
             return "ours"
         with stop_on_signals() as request:
+            if not self._done(number):
+                self.run.show.prepare()
             while process.poll() is None and not self._done(number):
                 if request.name is not None:
                     return "stopped"
@@ -127,8 +133,10 @@ def side_folds(run: Run, count: int) -> Iterator[SideFolds]:
     def tell(seconds: float) -> None:
         made.consider(seconds, range(made.current, count))
 
-    if _idle(run) and count > 1:
+    if min(*_room(run), count) > 1:
         run.show = replace(show, watch=lambda title: [*show.watch(title), _FoldClock(tell)])
+    else:
+        dismiss()
     try:
         yield made
     finally:
@@ -136,21 +144,24 @@ def side_folds(run: Run, count: int) -> Iterator[SideFolds]:
         made.end()
 
 
-def _idle(run: Run) -> int:
-    """Further processes that the cores and the memory have room for."""
+def _room(run: Run) -> tuple[int, int]:
+    """Count the processes that the cores have room for, and those that the memory has."""
     quiet = run.prepared.config.tracking == "none"  # a tracker sees one process
     if run.device.type != "cpu" or run.world.size > 1 or not quiet:
-        return 0
+        return 1, 1
     cores = run.profile.cpu.cores
-    threads = run.plan.runtime.num_threads or cores
+    places = cores // min(cores, run.plan.runtime.num_threads or cores)
     free = memory_left() / (_ROOM * psutil.Process().memory_info().rss)
-    return max(0, min(cores // threads - 1, int(free)))
+    return places, 1 + (int(free) if places > 1 else 0)
 
 
-def _start(run: Run, folds: Sequence[int], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    words = [str(run.folder), run.prepared.composed.task, *map(str, folds)]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "trainfit.jobs.side_folds", *words],
+def _start(run: Run, folds: Sequence[int], variables: Mapping[str, str]) -> subprocess.Popen[Any]:
+    """Start a process, or take the one that timed steps for the plan: it has imported the most."""
+    words = {"run": str(run.folder), "task": run.prepared.composed.task, "folds": list(folds)}
+    task = TaskSpec(factory=f"{__name__}:train", arguments=words)
+    handed = None if variables else hand_over(task)
+    return handed or subprocess.Popen(
+        [sys.executable, "-P", "-c", _MAIN, task.to_json(indent=None)],
         stdin=subprocess.PIPE,  # it ends with this process, also if that is killed
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -162,15 +173,22 @@ def _start(run: Run, folds: Sequence[int], variables: Mapping[str, str]) -> subp
 
 
 def main() -> None:
-    """Train folds of a run: RUN TASK FOLD…"""
+    """Train the folds that the first argument says."""
+    train(**TaskSpec.from_json(sys.argv[1]).arguments)
+
+
+def train(run: str, task: str, folds: Sequence[int]) -> None:
+    """Train folds of a run that this process's parent leads."""
     Thread(target=_end_with_parent, daemon=True).start()
-    folder, task, *folds = sys.argv[1:]
-    run, composed = Path(folder), configured_by(Path(folder), task)
+    gc.disable()
+    folder, composed = Path(run), configured_by(Path(run), task)
     prepared: PreparedEncoder = job_module(task).prepare(composed)
-    check_same_data(run, prepared)
-    plan, profile = Plan.load(run / "plan.json"), HardwareProfile.load(run / "hardware.json")
-    with opened(prepared, plan, profile, run, show=Show(), beside=True) as beside:
-        for number in map(int, folds):
+    gc.freeze()  # what was imported is no garbage
+    gc.enable()
+    check_same_data(folder, prepared)
+    plan, profile = Plan.load(folder / "plan.json"), HardwareProfile.load(folder / "hardware.json")
+    with opened(prepared, plan, profile, folder, show=Show(), beside=True) as beside:
+        for number in folds:
             if prepared.fold(beside, number, resume=True) is None:
                 return
 
@@ -178,7 +196,3 @@ def main() -> None:
 def _end_with_parent() -> None:
     os.read(0, 1)  # ends when the other end is closed; sys.stdin would be locked at the exit
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

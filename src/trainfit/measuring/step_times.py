@@ -7,7 +7,6 @@ take turns, and the best time of each counts, so that other processes disturb li
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainfit.core.libraries import hide_unused, unhide
 from trainfit.core.plan_records import Precision, RuntimeSettings, TaskSpec
-from trainfit.hardware.host import memory_left
+from trainfit.hardware.detection import try_bf16
+from trainfit.hardware.host import load, memory_left
 from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes
-from trainfit.planning.estimator.estimate import PROBES
+from trainfit.planning.estimator.estimate import PROBES, was_handed_over
 from trainfit.runtime import applied
 
 Step = Callable[[], object]
@@ -51,8 +51,12 @@ def main() -> None:
     Nothing else may print to standard output.
     """
     answers, sys.stdout = sys.stdout, sys.stderr
+    try_bf16()
     _import_ahead(sys.argv[1:])
-    request = StepRequest.from_json(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if was_handed_over(line):
+        return
+    request = StepRequest.from_json(line)
     if request.factory.startswith(PROBES) and request.arguments.get("quantization") == "none":
         hide_unused()
     else:
@@ -77,7 +81,7 @@ def time_steps(request: StepRequest) -> StepTimes:
     if not _has_room(request):
         return StepTimes(error="a layer is too large for the memory that is free")
     usual, *fewer = request.threads
-    idle = _is_idle(usual)
+    idle = load() <= _IDLE * usual
     depth, rows, width = _cut_down(request)
     steps = {p: _build(request, p, depth, rows, width) for p in _PRECISIONS}
     times = _best(steps, usual if idle else 1, _SECONDS)
@@ -93,13 +97,6 @@ def _has_room(request: StepRequest) -> bool:
         model, _ = _model(request, "fp32", 1, 1, 1)
     nbytes = 4 * sum(weight.numel() for weight in model.parameters())
     return bool(_COPIES * nbytes < memory_left())
-
-
-def _is_idle(cores: int) -> bool:
-    try:
-        return os.getloadavg()[0] <= _IDLE * cores
-    except (OSError, AttributeError):
-        return False
 
 
 def _cut_down(request: StepRequest) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from trainfit.core import caches
 from trainfit.core.errors import RunFailed, TrainfitError
 from trainfit.core.files import keeps_cache
-from trainfit.core.plan_records import Precision
+from trainfit.core.plan_records import Precision, TaskSpec
 from trainfit.core.records import HardwareProfile, Record
+from trainfit.hardware.detection import AHEAD
 from trainfit.hardware.host import probe_host
 from trainfit.planning.estimator import estimate
 from trainfit.planning.estimator.depths import folder_content
@@ -185,22 +186,20 @@ def _timed(place: Path, asked: str) -> StepTimes:
     return caches.read(StepTimes, place) or StepTimes(error=_NOT_KEPT)
 
 
-_WAITING: list[estimate.Child] = []
-"""A child that was started ahead, and waits for its request."""
 _SERVING: list[estimate.Child] = []
 """Children that have timed a step, and serve the estimator."""
 _MODELS = ("transformers.modeling_utils", "trainfit.jobs.probes")
 
 
-def start_ahead(*, models: bool = True) -> None:
-    """Start the child now, if no step was ever timed on this machine and one may be soon.
+def start_ahead(*, models: bool = True, folds: bool = False) -> None:
+    """Start the child now, if no step was ever timed on this machine, or `folds` may need it.
 
     It imports torch, and what `models` of transformers need, while this process does other things.
     """
     host, known = probe_host(Path()), estimate.place(_FOLDER).parent
-    bf16 = host.cpu.native_bf16 and host.cpu.cores > 1 and not host.nvidia_devices
-    if bf16 and not _WAITING and keeps_cache() and not any(known.glob("*.json")):
-        _WAITING.append(_child(*(_MODELS if models else ())))
+    idle = host.cpu.cores > 1 and not host.nvidia_devices and not AHEAD and keeps_cache()
+    if idle and (folds or (host.cpu.native_bf16 and not any(known.glob("*.json")))):
+        AHEAD.append(_child(*(_MODELS if models else ())))
 
 
 @contextmanager
@@ -209,9 +208,25 @@ def dismissed() -> Iterator[None]:
     try:
         yield
     finally:
-        for children in (_WAITING, _SERVING):
-            while children:
-                estimate.end(children.pop())
+        dismiss()
+
+
+def dismiss() -> None:
+    """End the children that time steps, unless they were handed over."""
+    for children in (AHEAD, _SERVING):
+        while children:
+            estimate.end(children.pop())
+
+
+def hand_over(task: TaskSpec) -> estimate.Child | None:
+    """Have a child that waits do a task; None where there is none. Its input stays open."""
+    process = AHEAD.pop() if AHEAD else estimate.take_spare()
+    if process is not None:
+        _SERVING[:] = [child for child in _SERVING if child is not process]
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has just died
+            print(estimate.TASK, task.to_json(indent=None), file=process.stdin, flush=True)
+    return process
 
 
 def _child(*imported: str) -> estimate.Child:
@@ -221,13 +236,13 @@ def _child(*imported: str) -> estimate.Child:
 
 def time_steps(asked: str) -> StepTimes:
     """Time the request in a child process, which then serves the estimator: it has all imported."""
-    child = _WAITING.pop() if _WAITING else _child()
+    child = AHEAD.pop() if AHEAD else _child()
     answer = estimate.exchange(child, asked, _SECONDS)
     if not answer:
         fix = "set device.mixed_precision"
         raise RunFailed(f"exit code {child.wait()}, or over {_SECONDS} s", fix)
     _SERVING.append(child)
-    estimate.adopt(child)
+    estimate.SPARE.append(child)
     found = StepTimes.from_json(answer)
     if found.error is not None:
         raise RunFailed(found.error, "set device.mixed_precision")

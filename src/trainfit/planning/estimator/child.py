@@ -30,7 +30,7 @@ from trainfit.core.libraries import hide_unused, unhide
 from trainfit.kernels.quantized import count_weights
 from trainfit.planning.estimator import compiled_steps, fake_cuda
 from trainfit.planning.estimator.allocator import Event, replay
-from trainfit.planning.estimator.estimate import PROBES, Answer, Request, Room
+from trainfit.planning.estimator.estimate import PROBES, Answer, Request, Room, was_handed_over
 from trainfit.planning.estimator.kernel_buffers import Device
 from trainfit.planning.estimator.meta_device import on_meta, pretrained_by_config
 from trainfit.planning.estimator.quick_fakes import QuickFakes
@@ -65,13 +65,19 @@ _NO_META = (DataDependentOutputException, DynamicOutputShapeException, Unsupport
 
 
 def main(answers: TextIO | None = None) -> None:
-    """Answer every request; nothing else may print to standard output."""
+    """Answer every request; nothing else may print to standard output.
+
+    In place of the first request, a task may take over the process, whose torch is as it was.
+    """
     if answers is None:
         answers, sys.stdout = sys.stdout, sys.stderr
-    fake_cuda.install()
-    compiled_steps.install()
-    gc.disable()  # a step frees by counting references
-    for number, line in enumerate(sys.stdin):
+    for number, line in enumerate(iter(sys.stdin.readline, "")):
+        if number == 0:
+            if was_handed_over(line):
+                return
+            fake_cuda.install()
+            compiled_steps.install()
+            gc.disable()  # a step frees by counting references
         told = answer(codec.loads(Request, line))
         print(codec.dumps(told, indent=None), file=answers, flush=True)
         if number:

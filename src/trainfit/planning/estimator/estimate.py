@@ -25,9 +25,10 @@ from typing import Any
 from trainfit.core import caches, codec
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.core.files import cache_folder
-from trainfit.core.libraries import search_path, warn_of_newer
+from trainfit.core.libraries import search_path, unhide, warn_of_newer
 from trainfit.core.plan_records import MemoryEstimate, TaskSpec
 from trainfit.hardware.catalogue import GpuSpec, find
+from trainfit.hardware.host import allowed_by_affinity, load
 from trainfit.planning.estimator.step_time import Done, recorded
 
 Child = subprocess.Popen[str]
@@ -41,9 +42,13 @@ OWN_MARGIN = 0.15
 out of memory, since the allocator held more fragments than estimated."""
 PROBES = "trainfit.jobs.probes:"
 """Where the steps of the models are that trainfit knows."""
+SPARE: list[Child] = []
+"""Processes that answer requests too, now that their first work is done."""
+TASK = "task:"
+"""Begin of a line that hands a child over to a task, in place of its first request."""
 _SECONDS = 600
 _IDLE_CORES = 1.5
-"""Cores without load from which on a second child saves time."""
+"""Cores without load from which on a second child saves time: it imports for three seconds."""
 _MAIN = "import gc; gc.disable(); from trainfit.planning.estimator.child import main; main()"
 """Program of a child: it imports in three quarters of the time without looking for garbage."""
 
@@ -188,7 +193,7 @@ def ask(requests: Sequence[Request], child: int = 0) -> list[Answer]:
 def start(children: int) -> None:
     """Start children ahead of their first request; more than one where cores are idle."""
     for number in range(children):
-        if number == 0 or _is_idle():
+        if number == 0 or allowed_by_affinity() - load() >= _IDLE_CORES:
             _child(number).start()
 
 
@@ -197,17 +202,22 @@ def is_started(child: int) -> bool:
     return _child(child).runs
 
 
-def adopt(process: Child) -> None:
-    """Take a process that answers requests from now on as the first child, or end it."""
-    _child(0).adopt(process)
+def take_spare() -> Child | None:
+    """Take a process that waits for its first request, where one runs."""
+    while SPARE:
+        if (process := SPARE.pop()).poll() is None:
+            return process
+    return None
 
 
-def _is_idle() -> bool:
-    """Tell if at least two cores have nothing to do: a child imports for three seconds."""
-    try:
-        return len(os.sched_getaffinity(0)) - os.getloadavg()[0] >= _IDLE_CORES
-    except (OSError, AttributeError):
+def was_handed_over(line: str) -> bool:
+    """Do the task of a line, in a child whose torch is as it was; False for another line."""
+    if not line.startswith(TASK):
         return False
+    unhide()
+    task = TaskSpec.from_json(line.removeprefix(TASK))
+    task.function()(**task.arguments)
+    return True
 
 
 def _child(number: int) -> _EstimatorChild:
@@ -236,14 +246,6 @@ class _EstimatorChild:
         with self._lock:
             self._started()
 
-    def adopt(self, process: Child) -> None:
-        with self._lock:
-            if self.runs:
-                end(process)
-            else:
-                self._process = process
-                atexit.register(end, process)
-
     @property
     def runs(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -267,7 +269,7 @@ class _EstimatorChild:
 
     def _started(self) -> Child:
         if self._process is None or not self.runs:
-            self._process = start_child("-c", _MAIN, env=self._environment)
+            self._process = take_spare() or start_child("-c", _MAIN, env=self._environment)
             atexit.register(end, self._process)
         return self._process
 
