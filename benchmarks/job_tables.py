@@ -43,14 +43,15 @@ def jobs(found: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, list[Run]]]
     Where only trainfit ran that day, Trainer's runs of the day before it count: it did not change.
     """
     made: dict[str, tuple[str, list[Run]]] = {}
-    by_day = sorted(found, key=lambda one: str(one["date"]), reverse=True)
+    by_day = sorted(found, key=lambda one: str(one.get("date")), reverse=True)
     for who in _WHO:
         days = dict[str, str]()
         for one in by_day:
             runs = [r for r in one.get("runs", ()) if "error" not in r and r["who"] == who]
-            if runs and days.setdefault(one["job"], one["date"]) == one["date"]:
+            if runs and days.setdefault(one["job"], str(one.get("date"))) == str(one.get("date")):
                 made.setdefault(one["job"], (one["title"], []))[1].extend(runs)
-    return {name: kept for name, kept in made.items() if name != "steps" and kept[1]}
+    found_jobs = [(name, kept) for name, kept in made.items() if name != "steps"]
+    return dict(sorted(found_jobs, key=lambda one: not _of(one[1][1], "trainer")))
 
 
 def _seconds(runs: Sequence[Run], around: str = "") -> str:

@@ -94,13 +94,13 @@ def predict(
     form = _form(output, form, as_json)
     place = run_folder.find(folder or run)
     exports = [] if ":" in run else run_folder.exports_of(place)
-    columns = {"text": text_column}
     facts = run_folder.export_facts(exports[0]) if exports else {}
     tags = facts.get("task") == "tokens"
-    if path is not None and (path == STANDARD_INPUT or (_is_lines(path) and not tags)):
+    lines = path is not None and path.suffix.lower() == ".txt" and not path.is_dir()
+    if path is not None and (path == STANDARD_INPUT or (lines and not tags)):
         texts, path = _read_lines(path), None
-    if facts.get("pairs") is True:
-        columns["second"] = second_column
+    columns = {"text": text_column}
+    columns |= {"second": second_column} if facts.get("pairs") is True else {}
     if tags:
         if seconds or criterion is not None:
             raise BadInput("the model tags words", "leave --second and --criterion out")
@@ -123,8 +123,8 @@ def predict(
         given = {"text": texts, "second": seconds} if seconds else {"text": texts}
         asked = enumerate(zip(*given.values(), strict=True), 1)
         filled = {at: row for at, row in asked if all(map(str.strip, row))}
-        numbers = [*filled]
         found = {role: [row[place] for row in filled.values()] for place, role in enumerate(given)}
+        numbers = [*filled]
         _tell_skipped(len(texts) - len(filled), len(texts))
     with loading():
         from trainfit.jobs.predict import answer
@@ -141,9 +141,9 @@ def _read_words(
     from trainfit.data.conll_files import read_sentences
     from trainfit.data.labels import check_characters
 
-    if path is None:
-        return {at: check_characters(text, "--text").split() for at, text in enumerate(texts, 1)}
-    return read_sentences(path, column, [str(name) for name in facts.get("classes", ())])
+    if path is not None:
+        return read_sentences(path, column, [str(name) for name in facts.get("classes", ())])
+    return {at: check_characters(text, "--text").split() for at, text in enumerate(texts, 1)}
 
 
 def read_items(path: Path, column: str) -> list[Any]:
@@ -188,19 +188,12 @@ def _read_table(
         role: known[role] if name == "auto" and known.get(role) in names else name
         for role, name in columns.items()
     }
-    keys = {role: f"--{role}-column" for role in columns}
-    chosen = choose_columns(names, wanted, str(path), keys)
+    chosen = choose_columns(names, wanted, str(path), {r: f"--{r}-column" for r in columns})
     rows, skipped = read_filled(path, list(chosen.values()))
     if told:
-        named = " and ".join(map(shown_name, chosen.values()))
-        tell_notes(f"the texts are of {named}")
+        tell_notes(f"the texts are of {' and '.join(map(shown_name, chosen.values()))}")
     _tell_skipped(skipped, len(rows) + skipped)
-    texts = {role: [row[at] for row in rows.values()] for at, role in enumerate(chosen)}
-    return texts, list(rows)
-
-
-def _is_lines(path: Path) -> bool:
-    return path.suffix.lower() == ".txt" and not path.is_dir()
+    return {role: [row[at] for row in rows.values()] for at, role in enumerate(chosen)}, list(rows)
 
 
 def _read_lines(path: Path) -> tuple[str, ...]:

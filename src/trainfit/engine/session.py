@@ -319,9 +319,7 @@ class Session:
         states = gather(parts.world, saved_state.take(parts.device).to_json(indent=None))
         keep, best = parts.settings.keep_checkpoints, progress.best_step
         contents = self._contents(states)
-        # After the last step nothing goes on beside, for which pinned memory would be worth taking.
-        alongside = self.writes_alongside and (not self.over or self.shared.host)
-        copied = checkpoint.on_host(contents, self.shared.host) if alongside else None
+        copied = checkpoint.on_host(contents, self.shared.host) if self.writes_alongside else None
         if copied is not None:
             self.writer.start(partial(checkpoint.save, self.run, copied, keep=keep, best_step=best))
         elif parts.sharded:
@@ -335,11 +333,9 @@ class Session:
 
     def keep_best(self) -> None:
         """Copy the weights, which are the best so far, to host memory if it has room."""
-        self.shared.best = None
-        if self.parts.whole:
-            best = checkpoint.Contents(self.parts.saved_weights(), {}, {})
-            copied = checkpoint.on_host(best, self.shared.best_host)
-            self.shared.best = None if copied is None else copied.model
+        best = self.parts.whole and checkpoint.Contents(self.parts.saved_weights(), {}, {})
+        copied = checkpoint.on_host(best, self.shared.best_host) if best else None
+        self.shared.best = None if copied is None else copied.model
 
     @property
     def ends_in_memory(self) -> bool:
@@ -385,13 +381,12 @@ class Session:
     def finish(self, status: Literal["finished", "stopped", "failed"]) -> RunResult:
         """End the run: write result.json on the first rank, and inform observers."""
         progress = self.progress
-        best = progress.best_step is not None
         result = RunResult(
             run=str(self.run),
             status=status,
             steps=progress.step,
             seconds=self.seconds,
-            metrics=progress.best_metrics if best else progress.metrics,
+            metrics=progress.metrics if progress.best_step is None else progress.best_metrics,
             peak_memory_gib=self._peak() / GIB,
             events=progress.events,
             best_step=progress.best_step,

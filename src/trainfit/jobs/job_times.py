@@ -217,6 +217,7 @@ def _by_rule(
     per_token = step / tokens * _FORWARD.get(work.method, _FORWARD_ADAPTED)
     size = 1.0 if question.sizes is None else 4 * count_weights(question.sizes) / 1e9
     frozen, trained = work.method == "frozen", size if work.method == "full" else 0.0
+    waited = 5.5 * trained if trainings == 1 else 0.0  # the last one; folds keep only their export
     passed = timeline.elapsed()
     found = {
         "start": 6.0 if passed is None else passed,
@@ -229,10 +230,10 @@ def _by_rule(
         "steps": steps * trainings * (_PER_STEP if frozen else step),
         "receipt": 0.5,
         "evaluation": per_token * trainings * (evaluations * load.evaluated + load.judged),
-        "checkpoint": (0.01 + 0.2 * trained) * trainings * evaluations,
+        "checkpoint": (0.01 + 0.2 * trained) * trainings * evaluations + waited,
         "judge": 0.03 * trainings,
         "export": 0.4 + 0.4 * size + trained,
-        "between folds": (0.1 + 0.25 * size) * trainings,
+        "between folds": 0.15 * trainings,
         "baselines": 1.0 if load.baselines and plan.device == "cpu" else 0.0,
         "end": 0.3,
         "report": 1.5,

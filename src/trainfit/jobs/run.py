@@ -168,8 +168,8 @@ class Run:
         return self.prepared.extras(self)  # counting the FLOPs builds a model
 
     def settings(self, fold: int) -> LoopSettings:
-        made = self.prepared.settings(fold, self.plan, self.device, self.world.size)
-        return replace(made, **self.changes)
+        ranks = self.world.size
+        return replace(self.prepared.settings(fold, self.plan, self.device, ranks), **self.changes)
 
     def train(self, fold: int, folder: Path, title: str, *, resume: bool) -> RunResult:
         """Train a fold from its beginning or from its newest checkpoint, and write its receipt."""
@@ -352,20 +352,18 @@ def begin(
 
 # ── agreement of ranks, and of a run with its data: others would train a mixture, or wait ─────
 
-
-_DIGESTS = ("the data", "the code")
-"""What ranks compare by a digest, which tells a reader nothing."""
+_DIGESTS = "the data", "the code"  # compared by digests, which tell a reader nothing
 
 
 def check_ranks_agree(world: World, prepared: Any) -> None:
     """Raise BadInput on every rank where their prepared jobs differ."""
     if world.size == 1:
         return
-    composed: Composed = prepared.composed
-    values = {key: _value(value) for key, value in composed.values().items()}
-    code = source_digest(load(composed.task)) if is_own(composed.task) else ""
+    task: str = prepared.composed.task
+    values = {key: _value(value) for key, value in prepared.composed.values().items()}
+    code = source_digest(load(task)) if is_own(task) else ""
     digests = prepared.facts()["checksum"], [caches.sources(), code, caches.libraries()]
-    own = values | {"task": composed.task} | dict(zip(_DIGESTS, digests, strict=True))
+    own = values | {"task": task} | dict(zip(_DIGESTS, digests, strict=True))
     said = gather(world, json.dumps(own, sort_keys=True))
     if problem := difference([json.loads(text) for text in said]):
         raise BadInput(problem, "start the same command, data and version on every machine")

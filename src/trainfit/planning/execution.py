@@ -21,9 +21,9 @@ from trainfit.planning.question import Choice, Question
 
 CAPTURE_SECONDS = 0.5
 """Cost of capturing a step as a graph, once for all folds: 0.2 to 0.6 s beside an H200."""
-_COMPILERS, _KIND, _OPERATION = 3.0, 40.0, 0.28
+_COMPILERS, _KIND, _OPERATION = 2.0, 27.0, 0.2
 """Seconds of starting compilers, and those of a core for a kind of block and for each of its
-operations: 7 s for BERT-base on 16 cores, 15 s for ModernBERT, 22 s for Gemma 3 with DoRA."""
+operations: 5 s for BERT-base on 16 cores, 10 s for ModernBERT, 15 s for Gemma 3 with DoRA."""
 _LEAST_GAIN = 1.02
 """Least gain in speed; a smaller one is within the noise of the estimate."""
 _UPDATE_BYTES = 40
