@@ -435,7 +435,7 @@ def test_a_model_that_was_compiled_before_costs_less(
     kept = tmp_path / "torch" / "fxgraph"
     kept.mkdir(parents=True)
     weighed = "trainfit.integrations.turns.family_compiling"
-    monkeypatch.setattr(weighed, lambda *_: (20.0, 0.5))
+    monkeypatch.setattr(weighed, lambda *_: (15.0, 0.5))
     stand_in = partial(compile_blocks, backend="eager")
     monkeypatch.setattr(
         "trainfit.integrations.body_state.compile_blocks",

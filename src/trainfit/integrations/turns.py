@@ -43,9 +43,9 @@ many turns. Batches differ, and two turns that fell on long ones are not to deci
 _FEWEST = 2
 """Timed turns that a way needs."""
 _DRAWS = 200
-_AGAIN = 0.3
-"""Share of the time of compiling that the same code takes another time, from torch's cache: 2 s of
-7 s beside an H200."""
+_FIRST, _AGAIN = 1.4, 0.4
+"""Time of compiling between a script's steps, over that of a run of trainfit's own, which starts
+the compilers ahead: 7 s for BERT beside an H200, and 2 s another time, from torch's cache."""
 
 
 class Gain(NamedTuple):
@@ -241,7 +241,7 @@ class Turns:
             found = [family_compiling(name, cores) for name in {one.family for one in self.facts}]
             saved = seconds * min(share for _, share in found)
             known = all((place := one.place) and place.exists() for one in self._blocks())
-            self._worth = saved > (_AGAIN if known else 1.0) * sum(cost for cost, _ in found)
+            self._worth = saved > (_AGAIN if known else _FIRST) * sum(cost for cost, _ in found)
             if not self._worth and steps is not None:
                 self.uncompiled = f"the {seconds:.0f} s that were left are too short for it"
                 self._leave()
