@@ -98,6 +98,7 @@ def hub(root: Path, tmp_path: Path) -> Iterator[Hub]:
         yield Hub(url, asked, tmp_path / "home")
 
 
+@pytest.mark.soak
 def test_configs_and_splits_are_read_by_the_library(hub: Hub):
     asked = [
         ["data.train=owner/films"],

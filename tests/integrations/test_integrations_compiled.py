@@ -172,6 +172,7 @@ def test_it_can_be_switched_and_the_other_graphs_freed() -> None:
     assert graphs.captured == both + 1  # its sizes were seen, and its graphs are gone
 
 
+@pytest.mark.soak
 def test_accumulation_clipping_and_adapters() -> None:
     plain = made()
     lora = LoraConfig(r=4, target_modules=["query", "value"], task_type="SEQ_CLS")
@@ -213,6 +214,7 @@ def test_compiling_leaves_the_script_s_own_passes_and_random_numbers() -> None:
     assert graphs.replayed == 0
 
 
+@pytest.mark.soak
 def test_a_capture_that_fails_with_compiled_blocks_leaves_plain_ones() -> None:
     eager, model, graphs = twins()
 

@@ -111,6 +111,7 @@ def test_texts_without_a_word_are_scored_by_how_common_the_labels_are(corpus, pa
     assert 0 <= tfidf_baseline(empty, *parts).f1 <= 1
 
 
+@pytest.mark.soak
 def test_a_child_gives_the_same_scores_and_ends_with_the_block(corpus):
     odd = replace(corpus, texts=("\ud800 odd", *corpus.texts[1:]))
     folds = [split_corpus(odd, seed=seed) for seed in (3, 4)]

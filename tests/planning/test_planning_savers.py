@@ -303,6 +303,7 @@ def test_shrinking_caps_take_savers_in_their_order(words: list[str]):
     assert made[-1].advice
 
 
+@pytest.mark.soak
 def test_pinned_moments_leave_rounded_ones(words: list[str]):
     pins = ["optimization.offload_optimizer=false", "optimization.offload_activations=false"]
     made = capped(words, 1.4, "model.method=full", *pins)
