@@ -484,7 +484,7 @@ def test_a_training_of_unknown_length_is_compiled_once_it_was_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weighed = "trainfit.integrations.turns.family_compiling"
-    monkeypatch.setattr(weighed, lambda *_: (20.0, 0.2))
+    monkeypatch.setattr(weighed, lambda *_: (20.0 / 1.4, 0.2))
     loop = Loop4(0.5, left=None, step=1.0)
     loop.run(270)
     # By then it has lasted 100 s at 1 s to a step, and may be expected to last them again.

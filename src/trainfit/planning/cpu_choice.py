@@ -198,7 +198,8 @@ def start_ahead(*, models: bool = True, folds: bool = False) -> None:
     """
     host, known = probe_host(Path()), estimate.place(_FOLDER).parent
     idle = host.cpu.cores > 1 and not host.nvidia_devices and not AHEAD and keeps_cache()
-    if idle and (folds or (host.cpu.native_bf16 and not any(known.glob("*.json")))):
+    spare = folds and estimate.cores_are_idle()
+    if idle and (spare or (host.cpu.native_bf16 and not any(known.glob("*.json")))):
         AHEAD.append(_child(*(_MODELS if models else ())))
 
 

@@ -193,8 +193,13 @@ def ask(requests: Sequence[Request], child: int = 0) -> list[Answer]:
 def start(children: int) -> None:
     """Start children ahead of their first request; more than one where cores are idle."""
     for number in range(children):
-        if number == 0 or allowed_by_affinity() - load() >= _IDLE_CORES:
+        if number == 0 or cores_are_idle():
             _child(number).start()
+
+
+def cores_are_idle() -> bool:
+    """Tell if at least two cores have nothing to do: a child imports for three seconds."""
+    return allowed_by_affinity() - load() >= _IDLE_CORES
 
 
 def is_started(child: int) -> bool:
