@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _PROGRAM = """
 import sys
 from trainfit.core.libraries import import_generation
@@ -19,6 +21,7 @@ print(candidates.roc_curve([0, 1], [0.2, 0.8])[1].tolist())
 """
 
 
+@pytest.mark.soak
 def test_scipy_and_scikit_learn_are_imported_by_the_first_call() -> None:
     said = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True)
     assert said.stdout.splitlines() == ["[0, 1]", "[0.0, 1.0, 1.0]"], said.stderr

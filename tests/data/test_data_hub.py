@@ -55,6 +55,7 @@ def settled(*words: str) -> TextclassData:
     return composed.config.data
 
 
+@pytest.mark.soak
 def test_splits_are_read_from_the_librarys_files(hub: list[tuple[str, str | None]]):
     data = settled("data.train=owner/films:plain")
     assert hub == [("owner/films", "plain")]

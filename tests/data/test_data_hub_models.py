@@ -114,6 +114,7 @@ def test_a_name_that_the_hub_does_not_know_is_one_line(models: Path, tmp_path: P
     assert files == ["HEAD /bert-base-uncassed/resolve/main/config.json"]
 
 
+@pytest.mark.soak
 def test_a_hub_out_of_reach_is_one_line_at_once(tmp_path: Path) -> None:
     code, lines, seconds = plan("someone/some-model", environment(closed(), tmp_path))
     assert code == 2

@@ -184,6 +184,7 @@ def test_memory_that_runs_out_in_a_sharded_evaluation_starts_again_with_half(
     assert any("4 sequences" in text for text in sizes)
 
 
+@pytest.mark.soak
 def test_without_restarts_memory_that_runs_out_ends_in_one_line(
     tmp_path: Path, children: ForkServerContext
 ) -> None:

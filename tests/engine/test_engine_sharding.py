@@ -262,6 +262,7 @@ def test_a_checkpoint_without_every_part_does_not_count(
     assert "shard-00002" in faults[0]
 
 
+@pytest.mark.soak
 def test_small_moments_are_sharded_like_their_weights(
     tmp_path: Path, children: ForkServerContext
 ) -> None:

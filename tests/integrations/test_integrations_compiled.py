@@ -158,6 +158,7 @@ def test_a_model_without_repeated_blocks_is_captured_as_it_is() -> None:
     assert graphs.replayed
 
 
+@pytest.mark.soak
 def test_it_can_be_switched_and_the_other_graphs_freed() -> None:
     eager, model, graphs = twins()
     for off in (False, True):

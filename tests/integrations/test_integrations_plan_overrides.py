@@ -109,6 +109,7 @@ names = written | st.sampled_from(
 )
 
 
+@pytest.mark.soak
 @settings(max_examples=60)
 @given(name=names)
 def test_any_model_name_survives_hydra_and_the_shell(name: str):

@@ -264,6 +264,7 @@ def test_packed_sequences_take_what_their_lengths_say(kind: str):
     assert short < 0.8 * full
 
 
+@pytest.mark.soak
 def test_lengths_that_are_not_known_are_taken_as_the_longest_and_counted():
     found = estimated("recurrent", lengths="unknown")
     full = estimated("recurrent", lengths="full")

@@ -133,6 +133,7 @@ def test_undo_keeps_what_conv_and_rnn_inherit(afresh: Callable[..., Any]) -> Non
     assert after == before
 
 
+@pytest.mark.soak
 def test_undo_keeps_the_defaults_that_torch_starts_with(afresh: Callable[..., Any]) -> None:
     *_, later = afresh(FROM_THE_START.format(level="none", on=True))
     *_, untouched = afresh(FROM_THE_START.format(level="none", on=None))
