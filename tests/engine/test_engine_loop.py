@@ -19,6 +19,7 @@ from torch.nn import functional
 from trainfit.core.errors import BadInput, RunFailed
 from trainfit.core.records import Event, RunResult
 from trainfit.engine import checkpoint
+from trainfit.engine.captured import Readings
 from trainfit.engine.loop import train
 from trainfit.engine.loop_settings import LoaderSettings, LoopSettings, ScheduleSettings
 from trainfit.engine.observers import Observer, TrainRow
@@ -278,12 +279,20 @@ def test_the_first_step_of_a_compiled_run_may_be_eager(tmp_path: Path) -> None:
         from trainfit.engine import setup
         from trainfit.runtime import compile_blocks, forget_compiled
 
+        def late(readings: Readings, *, wait: bool = False) -> list[Any]:
+            return arrived(readings, wait=True) if wait else []  # as of a GPU that is still busy
+
+        arrived, marked = Readings.arrived, list[int]()
+        patch.setattr(Readings, "arrived", late)
+        patch.setattr("trainfit.runs.timeline.mark", lambda _: marked.append(len(compiled_at)))
         patch.setattr(setup, "compile_blocks", partial(compile_blocks, backend=backend))
         for name, eager in (("later", True), ("at once", False)):
             forget_compiled()
             chosen = settings(task, compile=True, eager_first=eager, epochs=1.0)
             train(task, chosen, tmp_path / name, observers=[Count()])
             assert compiled_at[0] == int(eager)
+            assert (marked[0] == 0) is eager  # the first loss does not wait for the compiler
+            marked.clear()
             compiled_at.clear()
             taken.clear()
     torch.testing.assert_close(

@@ -333,9 +333,10 @@ class Session:
 
     def keep_best(self) -> None:
         """Copy the weights, which are the best so far, to host memory if it has room."""
+        self.shared.best = None  # its memory is written to, and may be half written
         best = self.parts.whole and checkpoint.Contents(self.parts.saved_weights(), {}, {})
-        copied = checkpoint.on_host(best, self.shared.best_host) if best else None
-        self.shared.best = None if copied is None else copied.model
+        if best and (copied := checkpoint.on_host(best, self.shared.best_host)):
+            self.shared.best = copied.model
 
     @property
     def ends_in_memory(self) -> bool:
@@ -375,8 +376,7 @@ class Session:
         """Save changes for the next start, together with earlier ones."""
         progress = self.progress
         size = change.eval_batch_size or progress.eval_batch_size
-        rung = max(change.rung, progress.rung)
-        RestartChanges(rung=rung, eval_batch_size=size).leave(self.run)
+        RestartChanges(rung=max(change.rung, progress.rung), eval_batch_size=size).leave(self.run)
 
     def finish(self, status: Literal["finished", "stopped", "failed"]) -> RunResult:
         """End the run: write result.json on the first rank, and inform observers."""
